@@ -283,7 +283,7 @@ def local_bytes(
 
 # %% [markdown]
 # Formula against measurement, for a small transformer, whole and sharded. Expected: both agree,
-# up to a few bytes for Adam's step counters and for padding.
+# up to Adam's step counters, of four bytes per parameter, and padding.
 
 # %% demo="see_measure"
 CONFIG = GPTConfig(vocab_size=48, context=16, width=32, num_layers=3, num_heads=4)
@@ -351,15 +351,17 @@ check("fsdp_memory_measured", local_bytes)
 #
 # - **Shards.** `local_parameters()` returns a list of `nn.Parameter`s: this rank's shards. Together
 #   the ranks hold every value of the model once; if $N$ does not divide a length, fill up with
-#   zeros. Between steps a rank keeps $1/N$ of the parameters and of their gradients, plus padding,
-#   and so an optimizer over `local_parameters()` keeps $1/N$ of its state.
-# - **Forward.** `fsdp(x)` returns what `model(x)` would have, with the shards' values of now.
+#   zeros, whose gradients are zeros, too. Between steps a rank keeps $1/N$ of the parameters and of
+#   their gradients, plus padding, and so an optimizer over `local_parameters()` keeps $1/N$ of its
+#   state.
+# - **Forward.** `fsdp(x)` returns what `model(x)` would have, with the shards' values of now; so
+#   does `fsdp(x, y)` of a model that takes two arguments.
 # - **Gradients.** When `backward()` returns, each shard's `.grad` is its part of the *mean* over
 #   ranks. A second backward before `zero_grad()` adds to it.
 # - **Memory.** A unit is freed after its forward pass, and again after its backward pass. Its whole
 #   gradients go, too, once they are reduced: `p.grad` of the model's own parameters is `None` when
 #   `backward()` returns. At most two or three units are whole at a time. That holds for passes
-#   under `torch.no_grad()` as well.
+#   under `torch.no_grad()` and in eval mode as well.
 # - **Units.** One all-gather per unit and pass, one reduce-scatter per unit, none for all of
 #   them at once, and no all-reduce. An all-gather is waited for before its unit computes, a
 #   reduce-scatter before `backward()` returns.
@@ -685,7 +687,8 @@ check("fsdp_prefetch_backward", FSDP)
 #
 # - It shards every module of `units` on its own over `mesh`, and at last the model itself, for the
 #   parameters that are in no unit; in place. It returns the model.
-# - `options` hold for the units and for the model itself. Units are freed after forward.
+# - `options` hold for the units and for the model itself. Units are freed after forward; only the
+#   last one may stay whole, because its backward comes right after.
 #
 # <details><summary>Hint</summary>
 #

@@ -11,7 +11,7 @@ from autograder.criteria.common.gpu_meter import draw_seeds
 from autograder.criteria.common.own_node import on_own_node
 from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
-from autograder.criteria.lab3_fsdp import emulated, gpu, memory, planning, saving, scratch
+from autograder.criteria.lab3_fsdp import emulated, gpu, memory, planning, saving, scratch, shards
 
 _FORMULA = "Task 1, how much memory?"
 _MEASURE = "Task 2, measure it"
@@ -67,7 +67,7 @@ LAB = Lab(
         ),
         _scratch(
             name="fsdp_shards", title="each rank keeps 1/N", points=7, draw=scratch.draw_mlp,
-            observe=on_own_node(scratch.observe_shards), judge=scratch.judge_shards,
+            observe=on_own_node(shards.observe_shards), judge=shards.judge_shards,
         ),
         _scratch(
             name="fsdp_forward", title="the output is the whole model's", points=6,

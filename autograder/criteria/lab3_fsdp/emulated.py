@@ -116,7 +116,16 @@ def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
 
 def observe_native(shard_model: Any, inputs: Values, context: Context) -> Values:
     """Forward and backward passes with the student's function, which calls `fully_shard`."""
-    return _observe_native(shard_model, inputs, context, {})
+    return _observe_native(shard_model, inputs, context, {}) | {"own": _sharded_alone(shard_model)}
+
+
+def _sharded_alone(shard_model: Any) -> list[str]:
+    """The modules that were sharded on their own: units inside a container, nothing left over."""
+    from torch.distributed.fsdp import FSDPModule
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    shard_model(model, parts.linears(model), parts.make_mesh("cpu"))
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def observe_precision(shard_model: Any, inputs: Values, context: Context) -> Values:
@@ -198,6 +207,7 @@ def judge_units(case: Case) -> Iterator[Finding]:
         elif problem := (
             _giant_gather(step, case)
             or step.not_gathered()
+            or step.too_far_ahead()
             or _wrong_reduction(step, gradients[step.rank][step.number])
         ):
             yield problem
@@ -283,12 +293,15 @@ def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
     findings = [s if isinstance(s, Finding) else s.not_gathered(old=True) for s in steps]
     if any(findings):
         return [finding for finding in findings if finding]
+    # The last step is looked at: in the first one, a class may still learn the order of its units.
+    last = [step for step in steps if isinstance(step, Step) and step.number == STEPS - 1]
+    for step in last:
+        if why := step.started_late(direction):
+            return [Finding(f"{direction}: {why} {hint}", step.rank)]
     timeline = simulate(case.trace, grading_cluster(case.world_size))
-    # The last step is timed: in the first one, a class may still learn the order of its units.
     efficiency = min(
         _efficiency(timeline.event_times[step.rank], getattr(step, direction), direction)
-        for step in steps
-        if isinstance(step, Step) and step.number == STEPS - 1
+        for step in last
     )
     if efficiency >= EFFICIENCY[direction]:
         return []
@@ -322,6 +335,14 @@ def judge_native(case: Case) -> list[Finding]:
     params = oracle.parameters_of(case.inputs[0])
     bound = parts.shard_bound([p.shape for p in params], case.world_size)
     for rank, answer in enumerate(case.answers):
+        if not findings and (own := answers.told(answer, "own")) != _OWN:
+            findings.append(
+                Finding(
+                    f"a model with the units 0.0, 0.1 and 1: sharded on their own were {own} "
+                    "('' is the model itself), expected the units and, in any case, the model.",
+                    rank,
+                )
+            )
         got = answer.get("bytes")
         if type(got) is not int or got > bound:
             findings.append(
@@ -333,6 +354,9 @@ def judge_native(case: Case) -> list[Finding]:
                 )
             )
     return findings
+
+
+_OWN = ["", "0.0", "0.1", "1"]
 
 
 def _not_cut(case: Case) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import returned
+from autograder.criteria.common.answers import item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -67,13 +67,20 @@ def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Va
         _triple(returned(bytes_per_rank(n, ranks, strategy, mixed=mixed), "bytes_per_rank"))
         for n, ranks, strategy, mixed in inputs["rows"]
     ]
+    return {"told": told, "unknown": [_of_unknown(bytes_per_rank, *row) for row in UNKNOWN]}
+
+
+# (ranks, no strategy): the smallest and an ordinary number of ranks, and names that are nearly one.
+UNKNOWN = ((4, "zero4"), (1, "zero4"), (4, "zero0"), (4, "DDP"), (4, "zero"), (4, "fsdp"))
+
+
+def _of_unknown(bytes_per_rank: Any, ranks: int, strategy: str) -> Any:
     try:
-        unknown = _triple(bytes_per_rank(100, 4, "zero4"))
+        return _triple(bytes_per_rank(100, ranks, strategy))
     except NotImplementedError:
         raise
     except Exception as error:
-        unknown = type(error).__name__
-    return {"told": told, "unknown": unknown}
+        return type(error).__name__
 
 
 def judge_formula(case: Case) -> Iterator[Finding]:
@@ -93,11 +100,15 @@ def judge_formula(case: Case) -> Iterator[Finding]:
             )
             break
         else:
-            if str(answer.get("unknown")) != "ValueError":
-                yield Finding(
-                    f'strategy "zero4": expected a ValueError, got {answer.get("unknown")!r}.',
-                    rank,
-                )
+            for number, (ranks, strategy) in enumerate(UNKNOWN):
+                got = item_of(answer.get("unknown"), number)
+                if str(got) != "ValueError":
+                    yield Finding(
+                        f"bytes_per_rank(100, {ranks}, {strategy!r}): expected a ValueError, got "
+                        f"{got!r}.",
+                        rank,
+                    )
+                    break
 
 
 def _as_tuple(got: Any) -> Any:
@@ -147,10 +158,13 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
         trained = [p for p in params if p.requires_grad]
         if name == "partly":
             trained = list(model[1].parameters())
+        if name == "views":
+            _join(params)
         if name == "momentum":
             optimizer: Any = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         else:
-            optimizer = torch.optim.AdamW(trained, lr=1e-3)
+            groups = [{"params": list(module.parameters())} for module in model]
+            optimizer = torch.optim.AdamW(groups if name == "groups" else trained, lr=1e-3)
         if name != "before":
             model(torch.ones(2, a, device=device, dtype=dtype)).square().mean().backward()
             optimizer.step()
@@ -158,6 +172,13 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
             optimizer.state[params[0]] |= {"count": 1, "last": None}
         # One parameter is given twice, as with tied weights.
         yield name, [*params, params[0]] if name == "whole" else params, optimizer
+
+
+def _join(params: list[nn.Parameter]) -> None:
+    """Makes the parameters views of one flat tensor."""
+    flat = torch.cat([p.detach().flatten() for p in params])
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.data = part.view_as(p)
 
 
 def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Values:
@@ -171,11 +192,13 @@ def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Valu
 
 def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) -> list[int]:
     a, b = widths
+    adamw = name not in ("before", "momentum")
+    counters = 4 * (2 if name in ("frozen", "partly") else 4) if adamw else 0  # a float32 each
     if name == "uneven":  # cut by rows, as torch.chunk does: the last ranks have fewer rows or none
         rows = -(-(b + 1) // world_size)
         mine = max(0, min(rows, b + 1 - rank * rows))
         local = 4 * (mine * (a + 1) + a // world_size * (b + 2))
-        return [local, local, 2 * local]
+        return [local, local, 2 * local + counters]
     first, second = 4 * (a * b + b), 4 * (a * b + a)
     total = first + second
     table = {
@@ -186,8 +209,11 @@ def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) ->
         "half": [total // 2, total // 2, total],
         "frozen": [total, second, 2 * second],
         "partly": [total, total, 2 * second],
+        "groups": [total, total, 2 * total],
+        "views": [total, total, 2 * total],
     }
-    return table[name]
+    parameters, gradients, state = table[name]
+    return [parameters, gradients, state + counters]
 
 
 _MEASURED = {
@@ -199,28 +225,22 @@ _MEASURED = {
     "momentum": "SGD with momentum, whose state also holds an int and a None",
     "partly": "a model of which the optimizer holds one layer; all have gradients",
     "frozen": "a model with a frozen layer (its gradients are None)",
+    "groups": "a model whose optimizer has two groups",
+    "views": "a model whose parameters are views of one flat tensor",
 }
 
 
 def judge_measured(case: Case) -> Iterator[Finding]:
-    """Bytes of local parts; Adam's step counters (at most 8 bytes each) may be counted or not."""
+    """Bytes of local parts; Adam's step counters are tensors of four bytes each."""
     for rank, answer in enumerate(case.answers):
         told = answer.get("told")
         for name, what in _MEASURED.items():
             got = told.get(name) if isinstance(told, dict) else None
             expected = _expected_bytes(case.inputs[rank]["widths"], name, case.world_size, rank)
-            slack = [0, 0, 4 * 8]
-            right = (
-                isinstance(got, list)
-                and len(got) == 3
-                and all(
-                    type(v) is int and 0 <= v - e <= s
-                    for v, e, s in zip(got, expected, slack, strict=True)
-                )
-            )
+            right = isinstance(got, list) and all(type(v) is int for v in got) and got == expected
             if not right:
                 yield Finding(
-                    f"{what}: expected about {tuple(expected)}, got {_as_tuple(got)}."
+                    f"{what}: expected {tuple(expected)}, got {_as_tuple(got)}."
                     f"{_explain_measured(got, expected, case.world_size)}",
                     rank,
                 )
@@ -228,7 +248,11 @@ def judge_measured(case: Case) -> Iterator[Finding]:
 
 
 def _explain_measured(got: Any, expected: list[int], world_size: int) -> str:
-    if not isinstance(got, list) or len(got) != 3 or world_size == 1:
+    if not isinstance(got, list) or len(got) != 3:
+        return ""
+    if got[:2] == expected[:2] and isinstance(got[2], int) and 0 < expected[2] - got[2] <= 16:
+        return " AdamW's step counters are tensors as well."
+    if world_size == 1:
         return ""
     for value, right in zip(got, expected, strict=True):
         if right and isinstance(value, int) and abs(value - right * world_size) <= 64:

@@ -15,22 +15,25 @@ LAUNCH_S = 1e-4
 
 
 class QueueingDevice:
-    """A simulated device with a work queue and a clock; no real time passes."""
+    """A simulated device with a work queue and a clock; no real time passes.
 
-    def __init__(self, work_s: list[float]) -> None:
-        self.work_s, self.now_s, self.queued_s, self.calls = work_s, 0.0, 0.0, 0
+    It works while steps are queued, so a wait after each step costs time. Its clock begins
+    anywhere, as `time.perf_counter` does: those of two ranks cannot be compared.
+    """
+
+    def __init__(self, work_s: list[float], begin_s: float) -> None:
+        self.work_s, self.now_s, self.ready_s, self.calls = work_s, begin_s, begin_s, 0
 
     def step(self) -> None:
         """Queues the next step."""
         work = self.work_s[min(self.calls, len(self.work_s) - 1)]
         self.calls += 1
         self.now_s += LAUNCH_S
-        self.queued_s += work
+        self.ready_s = max(self.ready_s, self.now_s) + work
 
     def synchronize(self) -> None:
         """Waits until the queue is empty."""
-        self.now_s += self.queued_s
-        self.queued_s = 0.0
+        self.now_s = max(self.now_s, self.ready_s)
 
     def clock(self) -> float:
         """Seconds."""
@@ -44,13 +47,15 @@ def draw_throughput(draw: Draw) -> list[Values]:
     order = rng.permutation(draw.world_size)  # on three ranks, each is the slowest once
     slowest = [int(order[case % draw.world_size]) for case in range(3)]
     efficiency = [
-        [float(rng.uniform(50, 500)), float(rng.uniform(300, 4000)), int(rng.integers(2, 65))]
-        for _ in range(3)
+        [alone, float(share) * alone * ranks, ranks]
+        for share in (rng.uniform(0.2, 0.5), rng.uniform(0.6, 0.9), rng.uniform(1.1, 1.4))
+        for alone, ranks in [(float(rng.uniform(50, 500)), int(rng.integers(2, 65)))]
     ]
     inputs = []
     for rank in range(draw.world_size):
         own = draw.private(rank)
         values: Values = {"settings": settings, "efficiency": efficiency, "work": []}
+        values["begin"] = float(own.integers(10**5, 10**6))
         values["samples"] = [int(v) for v in own.integers(3, 40, size=3)]
         for number, (warmup, repeats) in enumerate(settings):
             work = own.uniform(2e-3, 3e-3, warmup + repeats) + 2e-3 * (rank == slowest[number])
@@ -65,7 +70,7 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
     throughput, scaling_efficiency = subject
     told, calls = [], []
     for number, (warmup, repeats) in enumerate(inputs["settings"]):
-        machine = QueueingDevice(inputs["work"][number])
+        machine = QueueingDevice(inputs["work"][number], inputs["begin"])
         told.append(
             plain(
                 returned(
@@ -100,7 +105,7 @@ def judge_throughput(case: Case) -> Iterator[Finding]:
 
 def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
     for number, (warmup, repeats) in enumerate(case.inputs[0]["settings"]):
-        seconds = [repeats * LAUNCH_S + sum(i["work"][number][warmup:]) for i in case.inputs]
+        seconds = [LAUNCH_S + sum(i["work"][number][warmup:]) for i in case.inputs]
         samples = [i["samples"][number] * repeats for i in case.inputs]
         expected = sum(samples) / max(seconds)
         got, calls = item_of(answer.get("told"), number), item_of(answer.get("calls"), number)
@@ -111,7 +116,8 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
             return f"{what}: expected a float, got {got!r}."
         if is_close(got, expected, rtol=1e-5):
             continue
-        whole = [LAUNCH_S * len(i["work"][number]) + sum(i["work"][number]) for i in case.inputs]
+        whole = [LAUNCH_S + sum(i["work"][number]) for i in case.inputs]
+        waits = max(seconds) + (repeats - 1) * LAUNCH_S
         rates = sum(s / t for s, t in zip(samples, seconds, strict=True))
         known = (
             (samples[rank] / seconds[rank], "That is this rank's own throughput."),
@@ -127,6 +133,7 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
             (expected / repeats, "Those are the samples of one step only."),
             (expected / 1000, "That is per millisecond."),
             (1 / expected, "That is seconds per sample."),
+            (sum(samples) / waits, "The device was waited for after each step; once is enough."),
             (
                 sum(samples) / (repeats * LAUNCH_S),
                 "That is how fast steps are queued: synchronize() before the second look.",
@@ -171,6 +178,8 @@ def draw_choice(draw: Draw) -> list[Values]:
         [*sizes(), strategy, size] for strategy in STRATEGIES for size in (2, 8)
     ]
     traffic.append([*sizes(), "zero3", None])
+    traffic.append([int(rng.integers(10**5, 10**7)), 1, "zero3", 2])  # one rank sends nothing
+    traffic.append([7 * int(rng.integers(3, 9)) + int(rng.integers(1, 7)), 7, "ddp", 2])  # x.yz
     values = {
         "rows": [rows[i] for i in rng.permutation(len(rows))],
         "traffic": [traffic[i] for i in rng.permutation(len(traffic))],
@@ -219,7 +228,7 @@ def _traffic_problem(case: Case, answer: Values) -> str:
         elif is_close(got, passes * once / (size or 4) * 4):
             hint = " A number does not always have 4 bytes."
         call = f"traffic_per_rank({n}, {ranks}, {strategy!r}{'' if size is None else f', {size}'})"
-        return f"{call}: expected {passes * once:.6g}, got {got}.{hint}"
+        return f"{call}: expected {passes * once:.12g}, got {got}.{hint}"
     return ""
 
 

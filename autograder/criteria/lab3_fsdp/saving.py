@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autograder.criteria.common import oracle
+from autograder.criteria.common import answers, oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -78,7 +78,10 @@ def _name(dtype: Any) -> str | None:
 
 
 def judge_policies(case: Case) -> Iterator[Finding]:
-    """bf16 and fp32 if mixed; CPU memory if offloaded, pinned if the device is a GPU."""
+    """bf16 and fp32 if mixed; CPU memory if offloaded, pinned if the device is a GPU.
+
+    An option that has fully_shard's default may be left out.
+    """
     for rank, answer in enumerate(case.answers):
         for number, (device_type, mixed, offload) in enumerate(case.inputs[rank]["cases"]):
             told = answer.get("told")
@@ -133,6 +136,7 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
     mesh = parts.make_mesh(device.type)
     model = oracle.mlp(values).to(device)
     model.register_buffer("seen", torch.full((3,), values["p0"][0, 0].item(), device=device))
+    model[0].bias.requires_grad_(False)  # as of a pretrained layer: it is in the checkpoint as well
     for module in [*parts.linears(model), model]:
         fully_shard(module, mesh=mesh)
     return model, _optimizer(model)
@@ -140,7 +144,7 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW with two groups, as usual: biases have no weight decay, and another learning rate."""
-    named = list(model.named_parameters())
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     weights, biases = ([p for n, p in named if n.endswith(kind)] for kind in ("weight", "bias"))
     groups = [
         {"params": weights, "weight_decay": DECAYS},
@@ -171,14 +175,29 @@ def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Valu
     """Trains and saves; every rank returns what is then in its own folder."""
     model, optimizer = _sharded(inputs, context.device)
     _train(model, optimizer, inputs, BEFORE)
+    model(torch.ones(BATCH, SIZES[0], device=context.device)).square().mean().backward()
+    before = _beside(model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "checkpoint.pt")
         save_checkpoint(model, optimizer, str(path))
         dist.barrier()
+        after = _beside(model, optimizer)
         answer: Values = {"files": sorted(p.name for p in Path(folder).iterdir())}
+        answer["changed"] = [what for what in before if before[what] != after[what]]
         if context.rank == 0 and path.is_file():
             answer |= _content(path)
     return answer
+
+
+def _beside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """What saving must leave as it is, beside the values: by name, for a message."""
+    grads = [None if p.grad is None else parts.array_of(p.grad) for p in model.parameters()]
+    return {
+        "the gradients": [None if g is None else g.tolist() for g in grads],
+        "whether the model trains (model.training)": [m.training for m in model.modules()],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "the learning rates": [group["lr"] for group in optimizer.param_groups],
+    }
 
 
 def _content(path: Path) -> Values:
@@ -220,6 +239,14 @@ def judge_save(case: Case) -> list[Finding]:
                 Finding(
                     f"files in this rank's folder: {answer.get('files')}, expected {expected}. All "
                     "ranks gather, rank 0 writes.",
+                    rank,
+                )
+            )
+        elif (changed := answers.told(answer, "changed")) != []:
+            findings.append(
+                Finding(
+                    f"save_checkpoint changed {changed}: training goes on as if it "
+                    "had not been called.",
                     rank,
                 )
             )
@@ -344,6 +371,7 @@ def _names() -> list[str]:
 def _oracle(case: Case, num_steps: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
     """AdamW in one process on all ranks' data, float64: the model's values and AdamW's state."""
     model = oracle.mlp(case.inputs[0], torch.float64)
+    model[0].bias.requires_grad_(False)
     optimizer = _optimizer(model)
     joined = {n: np.concatenate([i[n] for i in case.inputs]).astype(np.float64) for n in "xy"}
     x, y = (torch.from_numpy(joined[name]) for name in "xy")
@@ -353,7 +381,7 @@ def _oracle(case: Case, num_steps: int) -> tuple[list[np.ndarray], dict[str, np.
         optimizer.step()
         _lower_rates(optimizer)
     seen = np.full(3, case.inputs[0]["p0"][0, 0].item() + num_steps)
-    state = [optimizer.state[p] for p in model.parameters()]
+    state = [optimizer.state[p] for p in model.parameters() if p.requires_grad]
     moments = {
         f"moments {key!r}": np.concatenate([each[key].numpy().ravel() for each in state])
         for key in ("exp_avg", "exp_avg_sq")

@@ -1,4 +1,4 @@
-"""Criteria for FSDP from scratch: what a rank keeps, and the values.
+"""Criteria for FSDP from scratch: outputs and gradients.
 
 They run on the emulated cluster: there, what has not been waited for has not arrived, and if ranks
 begin different collectives, an error says at once which.
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import returned
+from autograder.criteria.common.answers import returned, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -55,12 +55,23 @@ def _tokens(rng: np.random.Generator) -> np.ndarray:
     return rng.integers(VOCABULARY, size=(3, CONTEXT + 1))
 
 
+def _documents(rng: np.random.Generator) -> np.ndarray:
+    """Each row's documents: two of them, of which the second begins somewhere inside."""
+    begins = rng.integers(2, CONTEXT - 1, size=(3, 1))
+    return (np.arange(CONTEXT) >= begins).astype(np.int64)
+
+
+def _more_arguments(inputs: Values, call: int) -> list[torch.Tensor]:
+    """What the transformer gets beside the tokens: documents, in the second call."""
+    return [torch.from_numpy(inputs["documents"])] if call else []
+
+
 def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits = returned(model(tokens[:, :-1]), "the model")
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# --- shards --------------------------------------------------------------------------------------
+# --- the network of linear layers ---------------------------------------------------------------
 
 
 def draw_mlp(draw: Draw) -> list[Values]:
@@ -76,84 +87,6 @@ def draw_mlp(draw: Draw) -> list[Values]:
     return inputs
 
 
-def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """The shards before a step, and the bytes that a rank holds after the step."""
-    model = oracle.mlp(inputs).to(context.device)
-    fsdp = fsdp_class(model, parts.linears(model))
-    shards = parts.local_parameters(fsdp)
-    answer: Values = {f"s{i}": parts.array_of(p) for i, p in enumerate(shards)}
-    optimizer = torch.optim.AdamW(shards, lr=1e-3)
-    x, y = (torch.from_numpy(inputs[f"{name}/0"]).to(context.device) for name in "xy")
-    with parts.naming_faults():
-        oracle.mse(returned(fsdp(x), "fsdp(x)"), y).backward()
-    optimizer.step()
-    everything = [*shards, *model.parameters()]
-    seen: set[int] = set()
-    states = [
-        v
-        for s in optimizer.state.values()
-        for v in s.values()
-        if isinstance(v, torch.Tensor) and v.numel() > 1
-    ]
-    answer["parameters"] = parts.resident_bytes(everything, seen)
-    answer["gradients"] = parts.resident_bytes([p.grad for p in everything], seen)
-    answer["optimizer"] = parts.resident_bytes(states, seen)
-    return answer
-
-
-def judge_shards(case: Case) -> list[Finding]:
-    """Every value is on some rank; each rank holds 1/N of parameters, gradients and state."""
-    findings: list[Finding] = []
-    model = oracle.parameters_of(case.inputs[0])
-    values, order = parts.lookup([], model)
-    held = np.zeros(len(values), dtype=bool)
-    for rank, answer in enumerate(case.answers):
-        for key in (k for k in answer if k[0] == "s" and k[1:].isdigit()):
-            shard = parts.finite_floats(answer[key], held.size)
-            if shard is None:
-                findings.append(
-                    Finding(
-                        "local_parameters: not finite fp32 numbers, or more of them than the model "
-                        "has.",
-                        rank,
-                    )
-                )
-                break
-            places = parts.find(values, order, shard)
-            held[places[places >= 0]] = True
-    if not findings and not held.all():
-        findings.append(
-            Finding(
-                f"{int((~held).sum())} of {held.size} values of the model are in no rank's shards. "
-                "Are they cut before they are freed, and is the remainder kept when N does not "
-                "divide?"
-            )
-        )
-    bound = parts.shard_bound([v.shape for v in model], case.world_size)
-    for rank, answer in enumerate(case.answers):
-        for kind, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
-            got = answer.get(kind)
-            if type(got) is not int:
-                findings.append(Finding(f"{kind}: no bytes were counted.", rank))
-            elif got > times * bound:
-                findings.append(
-                    Finding(
-                        f"{kind} after a step: {got} bytes on this rank, expected at most "
-                        f"{times * bound} (1/{case.world_size} of "
-                        f"{times * sum(v.nbytes for v in model)}, plus padding). " + _WHY[kind],
-                        rank,
-                    )
-                )
-    return findings
-
-
-_WHY = {
-    "parameters": "Is a shard a clone, and is the whole unit's storage freed after backward?",
-    "gradients": "Are the whole gradients let go (p.grad = None) once they are reduced?",
-    "optimizer": "Does local_parameters() return shards only?",
-}
-
-
 # --- forward -------------------------------------------------------------------------------------
 
 
@@ -162,7 +95,7 @@ def draw_forward(draw: Draw) -> list[Values]:
     rng = draw.shared()
     start = _draw_gpt(rng) | {"factor": float(rng.uniform(0.5, 0.9))}
     return [
-        start | {f"t{i}": _tokens(own) for i in range(2)}
+        start | {f"t{i}": _tokens(own) for i in range(2)} | {"documents": _documents(own)}
         for own in map(draw.private, range(draw.world_size))
     ]
 
@@ -175,7 +108,8 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
     for i in range(2):
         tokens = torch.from_numpy(inputs[f"t{i}"]).to(context.device)
         with torch.no_grad(), parts.naming_faults():
-            output = returned(fsdp(tokens[:, :-1]), "fsdp(x)")
+            more = [t.to(context.device) for t in _more_arguments(inputs, i)]
+            output = returned(fsdp(tokens[:, :-1], *more), "fsdp(x)")
             answer[f"o{i}"] = output.detach().cpu().numpy()
             for p in parts.local_parameters(fsdp):
                 p.mul_(inputs["factor"])
@@ -188,9 +122,14 @@ def judge_forward(case: Case) -> Iterator[Finding]:
         for i in range(2):
             now = {k: v * inputs["factor"] ** i for k, v in inputs.items() if k[0] == "p"}
             with torch.no_grad():
-                expected = _gpt(now, torch.float64)(torch.from_numpy(inputs[f"t{i}"])[:, :-1])
-            what = "the model's output" + (" after the shards have changed" if i else "")
-            hint = "Forward gathers a unit anew each time: does it read the shards' values of now?"
+                tokens = torch.from_numpy(inputs[f"t{i}"])[:, :-1]
+                expected = _gpt(now, torch.float64)(tokens, *_more_arguments(inputs, i))
+            later = " after the shards have changed, for fsdp(tokens, documents)"
+            what = "the model's output" + (later if i else "")
+            hint = (
+                "Forward gathers a unit anew each time, and hands on all its arguments: does it "
+                "read the shards' values of now?"
+            )
             if wrong := oracle.differs(
                 rank,
                 what,
@@ -218,10 +157,22 @@ def _record(fsdp: Any) -> Values:
 def observe_gradients(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """One backward pass of the transformer."""
     gpt = _gpt(inputs).to(context.device)
+    for name in list(gpt._modules)[::-1]:  # the order of the units is another than of the modules
+        gpt._modules[name] = gpt._modules.pop(name)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
+    tokens = torch.from_numpy(inputs["t0"]).to(context.device)
     with parts.naming_faults():
-        _token_loss(fsdp, torch.from_numpy(inputs["t0"]).to(context.device)).backward()
-    return _record(fsdp)
+        _token_loss(fsdp, tokens).backward()
+    return _record(fsdp) | {"one": _of_one_unit(fsdp_class, context)}
+
+
+def _of_one_unit(fsdp_class: Any, context: Context) -> list[float]:
+    """The gradient's sum over this rank's shards, of a model that is one unit."""
+    model = nn.Sequential(nn.Linear(2, 3)).to(context.device)
+    fsdp = fsdp_class(model, list(model))
+    fsdp(torch.full((2, 2), 1.0 + context.rank, device=context.device)).sum().backward()
+    shards = parts.local_parameters(fsdp)
+    return [float(parts.array_of(p.grad).sum()) for p in shards if p.grad is not None]
 
 
 def judge_gradients(case: Case) -> list[Finding]:
@@ -231,7 +182,20 @@ def judge_gradients(case: Case) -> list[Finding]:
         gpt = _gpt(inputs, torch.float64)
         _token_loss(gpt, torch.from_numpy(inputs["t0"])).backward()
         per_rank.append([oracle.grad_of(p) for p in gpt.parameters()])
-    return _judge_gradients(case, names, per_rank)
+    findings = _judge_gradients(case, names, per_rank)
+    # Each of the 6 weights has the sum of its inputs over 2 rows as gradient, each bias 2.
+    right = sum(6 * 2 * (1.0 + rank) + 3 * 2 for rank in range(case.world_size)) / case.world_size
+    one = [told(answer, "one") for answer in case.answers]
+    found = [g for got in one for g in (got if isinstance(got, list) else [])]
+    if not findings and abs(sum(found) - right) > 1e-3 * right:
+        findings.append(
+            Finding(
+                "a model that is a single unit: the gradients in the ranks' shards add up to "
+                f"{sum(found):.4g}, expected {right:.4g}. Is the first unit's reduce-scatter "
+                "waited for, also where it is the last one?"
+            )
+        )
+    return findings
 
 
 def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
@@ -325,6 +289,15 @@ def _judge_gradients(
             places = parts.find(values, order, shard)
             real, place = grad[places >= 0], places[places >= 0]
             seen[place] = True
+            if grad[places < 0].any():
+                findings.append(
+                    Finding(
+                        "where a shard is filled up with zeros its gradient is not 0: a norm over "
+                        "the shards would be wrong, and the filling would move.",
+                        rank,
+                    )
+                )
+                break
             off = np.abs(real - flat[place]) > 2e-4 * (np.abs(flat[place]) + scale[place]) + 1e-12
             if off.any():
                 at = place[off][0]

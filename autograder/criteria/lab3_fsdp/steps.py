@@ -7,6 +7,7 @@ each step has to gather what is in the shards now.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from minidist.emulate.trace import Collective, Event
 
 LAYERS, WIDTH, STEPS = 6, 84, 2  # 2, 3, 4, 6 and 7 divide the 84 rows
 UNIT_NUMEL = WIDTH * WIDTH + WIDTH
+MAX_WHOLE = 3  # units at a time
 FACTOR = 0.5  # by which every parameter changes between two steps: exact in every float
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -89,6 +91,40 @@ class Step:
                     f"{self.number}: until then, anything may lie in its parameters.",
                     self.rank,
                 )
+        return None
+
+    def _begun(self, unit: int, direction: str) -> int:
+        """Where the all-gather that brings `unit` for a pass was issued; a billion if nowhere."""
+        forward = direction == "forward"
+        issued = [i for i, _ in self._gathers_of(unit, old=True)]
+        return min((i for i in issued if forward or i > self.forward[unit]), default=10**9)
+
+    def started_late(self, direction: str) -> str:
+        """Which unit's all-gather began after the unit before it (in this pass) began to compute.
+
+        "" if none; a unit that is not gathered again for backward, as it was kept, is not late.
+        """
+        order = list(range(LAYERS)) if direction == "forward" else list(range(LAYERS))[::-1]
+        places = self.forward if direction == "forward" else self.backward[::-1]
+        for before, unit in pairwise(order):
+            begun = self._begun(unit, direction)
+            if places[before] < begun < 10**9:
+                return f"the all-gather of unit {unit} began after unit {before} had computed."
+        return ""
+
+    def too_far_ahead(self) -> Finding | None:
+        """A finding if more than `MAX_WHOLE` units are whole, or on their way, at a time."""
+        for direction, places in (("forward", self.forward), ("backward", self.backward[::-1])):
+            for unit in range(LAYERS):
+                rest = range(unit, LAYERS) if direction == "forward" else range(unit + 1)
+                ahead = [u for u in rest if self._begun(u, direction) < places[unit]]
+                if len(ahead) > MAX_WHOLE:
+                    return Finding(
+                        f"{direction} of step {self.number}: while unit {unit} computed, units "
+                        f"{ahead} were whole or on their way, expected at most {MAX_WHOLE} at a "
+                        "time.",
+                        self.rank,
+                    )
         return None
 
     def not_gathered_again(self, units: Iterable[int]) -> Finding | None:

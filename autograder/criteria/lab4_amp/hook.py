@@ -148,15 +148,15 @@ def judge_mean(case: Case) -> Iterator[Finding]:
             for i in range(len(SHAPES)):
                 local = [_weights(inputs, name)[i].double().numpy() for inputs in case.inputs]
                 got, expected = answer.get(f"g/{name}/{i}"), np.mean(local, axis=0)
-                lost = i == INF_IN and isinstance(got, np.ndarray) and got.shape == expected.shape
-                if lost and np.isfinite(got.flat[-1]):
-                    yield Finding(
-                        f"{name}: a gradient that is inf on one rank has become "
-                        f"{got.flat[-1]:g}. The mean is inf: the scaler has to see it.",
-                        rank,
-                    )
-                    break
-                if lost:
+                if i == INF_IN and isinstance(got, np.ndarray) and got.shape == expected.shape:
+                    *_, last = got.flat
+                    if np.isfinite(last):
+                        yield Finding(
+                            f"{name}: a gradient that is inf on one rank has become {last:g}. The "
+                            "mean is inf: the scaler has to see it.",
+                            rank,
+                        )
+                        break
                     got, expected = got.ravel()[:-1], expected.ravel()[:-1]
                 if not same(answer.get(f"dtype/{name}/{i}"), "float32"):
                     yield Finding(

@@ -29,7 +29,7 @@ def local_bytes(params, optimizer):
     state = 0
     for values in optimizer.state.values():
         for v in values.values():
-            if torch.is_tensor(v) and v.dim() > 0:  # without the step counters
+            if torch.is_tensor(v):
                 state += getattr(v, "_local_tensor", v).nbytes
     return weights, grads, state
 
