@@ -218,14 +218,17 @@ class ParallelismConfig:
                 "every micro-batch"
             )
         if global_batch is not None:
-            try:
-                m = self.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
-            except ValueError as error:
-                found.append(str(error))
-            else:
-                if self.virtual_stages > 1 and m % self.pp:
-                    found.append(f"interleaving needs micro-batches {m} / pp {self.pp} whole")
+            found += self._batch_problems(global_batch, micro_batch)
         return found
+
+    def _batch_problems(self, global_batch: int, micro_batch: int) -> list[str]:
+        try:
+            m = self.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
+        except ValueError as error:
+            return [str(error)]
+        if self.virtual_stages > 1 and m % self.pp:
+            return [f"interleaving needs micro-batches {m} / pp {self.pp} whole"]
+        return []
 
     def validate(
         self,
