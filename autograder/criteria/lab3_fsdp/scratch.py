@@ -101,9 +101,15 @@ def draw_forward(draw: Draw) -> list[Values]:
 
 
 def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Logits of the transformer before and after a change of its shards; without gradients."""
+    """Logits of the transformer before and after a change of its shards; in eval mode, no_grad.
+
+    A unit that stays whole shows in the second pass: it does not have the values of then.
+    """
     gpt = _gpt(inputs).to(context.device)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
+    for module in (gpt, fsdp):
+        if isinstance(module, nn.Module):
+            module.eval()
     answer: Values = {}
     for i in range(2):
         tokens = torch.from_numpy(inputs[f"t{i}"]).to(context.device)
@@ -127,8 +133,8 @@ def judge_forward(case: Case) -> Iterator[Finding]:
             later = " after the shards have changed, for fsdp(tokens, documents)"
             what = "the model's output" + (later if i else "")
             hint = (
-                "Forward gathers a unit anew each time, and hands on all its arguments: does it "
-                "read the shards' values of now?"
+                "Forward frees and gathers each unit each time, also in eval mode, and hands on "
+                "all its arguments: does it read the shards' values of now?"
             )
             if wrong := oracle.differs(
                 rank,

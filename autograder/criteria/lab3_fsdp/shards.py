@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import returned, told
@@ -45,12 +44,6 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     answer["parameters"] = parts.resident_bytes(everything, seen)
     answer["gradients"] = parts.resident_bytes([p.grad for p in everything], seen)
     answer["optimizer"] = parts.resident_bytes(states, seen)
-    model.eval()
-    if isinstance(fsdp, nn.Module):
-        fsdp.eval()
-    with torch.no_grad(), parts.naming_faults():
-        fsdp(x)
-    answer["without gradients"] = parts.resident_bytes(everything, set())
     return answer
 
 
@@ -114,18 +107,16 @@ def _too_much(case: Case) -> Iterator[Finding]:
                 yield Finding(f"{kind}: no bytes were counted.", rank)
             elif got > times * bound:
                 yield Finding(
-                    f"{_WHAT.get(kind, kind + ' after a step')}: {got} bytes on this rank, "
+                    f"{kind} after a step: {got} bytes on this rank, "
                     f"expected at most {times * bound} (1/{case.world_size} of "
                     f"{times * sum(v.nbytes for v in model)}, plus padding). {_WHY[kind]}",
                     rank,
                 )
 
 
-_HELD = (("parameters", 1), ("gradients", 1), ("optimizer", 2), ("without gradients", 1))
-_WHAT = {"without gradients": "parameters after a forward pass in eval mode, under no_grad"}
+_HELD = (("parameters", 1), ("gradients", 1), ("optimizer", 2))
 _WHY = {
     "parameters": "Is a shard a clone, and is the whole unit's storage freed after backward?",
     "gradients": "Are the whole gradients let go (p.grad = None) once they are reduced?",
     "optimizer": "Does local_parameters() return shards only?",
-    "without gradients": "Are units freed after a forward pass that no backward follows?",
 }

@@ -113,11 +113,17 @@ class Step:
         return ""
 
     def too_far_ahead(self) -> Finding | None:
-        """A finding if more than `MAX_WHOLE` units are whole, or on their way, at a time."""
+        """A finding if more than `MAX_WHOLE` units are whole, or on their way, at a time.
+
+        That all of them are is judged where memory is short.
+        """
         for direction, places in (("forward", self.forward), ("backward", self.backward[::-1])):
-            for unit in range(LAYERS):
-                rest = range(unit, LAYERS) if direction == "forward" else range(unit + 1)
+            order = list(range(LAYERS))[:: 1 if direction == "forward" else -1]
+            for unit in order:
+                rest = order[order.index(unit) :]
                 ahead = [u for u in rest if self._begun(u, direction) < places[unit]]
+                if len(ahead) == LAYERS:
+                    break
                 if len(ahead) > MAX_WHOLE:
                     return Finding(
                         f"{direction} of step {self.number}: while unit {unit} computed, units "

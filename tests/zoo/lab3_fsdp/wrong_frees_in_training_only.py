@@ -1,6 +1,6 @@
 """Frees units after forward in training mode only.
 
-loses: fsdp_shards
+loses: fsdp_forward
 """
 
 
