@@ -6,7 +6,7 @@ buckets may be taken in any order, so the criteria never ask for equality.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -57,6 +57,30 @@ def parameters_of(arrays: Values) -> list[np.ndarray]:
 def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean squared error over all elements."""
     return ((output - target) ** 2).mean()
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def ordered(loss: Loss, answer: Values) -> Loss:
+    """`loss(prediction, target)`, which notes in `answer` if a student gives the target first.
+
+    The mean squared error has the same value and gradients then; other losses have not.
+    """
+
+    def noted(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if target.requires_grad:
+            answer["target first"] = True
+        return loss(prediction, target)
+
+    return noted
+
+
+def find_swapped(answer: Values, rank: int) -> Finding | None:
+    """A finding if `ordered` has noted that the target came first."""
+    if answer.get("target first") is True:
+        return Finding("loss_fn got the target first; it takes (prediction, target).", rank)
+    return None
 
 
 def gradients(arrays: Values, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:

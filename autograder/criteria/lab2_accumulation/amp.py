@@ -45,9 +45,9 @@ def _draw(draw: Draw, calls: list[Values]) -> list[Values]:
 
 
 def draw_update(draw: Draw) -> list[Values]:
-    """One call in each dtype, each with a different number of micro-batches."""
-    ks = draw.shared().permutation([2, 3, 4])
-    dtypes = zip(ks, DTYPES, strict=False)
+    """One call in each dtype, one of them with a single micro-batch."""
+    rng = draw.shared()
+    dtypes = zip(rng.permutation([1, int(rng.integers(2, 5))]), DTYPES, strict=True)
     return _draw(draw, [{"k": int(k), "dtype": dtype} for k, dtype in dtypes])
 
 
@@ -55,10 +55,13 @@ def draw_scaler(draw: Draw) -> list[Values]:
     """Calls with one scaler; in some, one micro-batch of one rank, or of two, is infinite.
 
     It is the first, a middle and the last micro-batch, on the first, a middle and the last rank.
+    There the norm is limited, too: a norm that is not finite must not stop the program.
     """
     rng, last = draw.shared("unlucky"), draw.world_size - 1
     k = int(rng.integers(3, 5))
-    inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in SCALE_FACTORS])
+    call = {"k": k, "dtype": "float16"}
+    limited = call | {"max_norm": 1.0}
+    inputs = _draw(draw, [limited if number % 2 else call for number in range(len(SCALE_FACTORS))])
     ranks = [int(r) for r in rng.permutation([0, draw.world_size // 2, last])]
     places = [int(i) for i in rng.permutation([0, 1, k - 1])]
     unlucky = [(call, [(r, i)]) for call, r, i in zip((1, 3, 5), ranks, places, strict=True)]
@@ -69,10 +72,13 @@ def draw_scaler(draw: Draw) -> list[Values]:
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """A limit far below the gradient's norm, and a limit above it that scaled gradients exceed."""
+    """A limit far below the gradient's norm, in each dtype; between them a limit above it.
+
+    Scaled gradients exceed both.
+    """
     k = int(draw.shared().integers(2, 5))
-    inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in range(2)])
-    for number, factor in enumerate((0.25, 20.0)):
+    inputs = _draw(draw, [{"k": k, "dtype": dtype} for dtype in ("float16", *DTYPES)])
+    for number, factor in enumerate((0.25, 20.0, 0.25)):
         limit = factor * norm(_mean_gradient(inputs, number))
         for values in inputs:
             values["calls"] = [
@@ -128,7 +134,7 @@ def observe_update(amp_step: Any, inputs: Values, context: Context) -> Values:
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         on["loss"].append(torch.is_autocast_enabled(device))
-        return oracle.mse(output, target)
+        return oracle.ordered(oracle.mse, answer)(output, target)
 
     def in_backward(gradient: torch.Tensor) -> None:
         on["backward"].append(torch.is_autocast_enabled(device))
@@ -268,6 +274,9 @@ def judge_update(case: Case) -> list[Finding]:
                     Finding("autocast was on during backward: only forward and loss need it.", rank)
                 )
                 break
+            if swapped := oracle.find_swapped(answer, rank):
+                findings.append(swapped)
+                break
             _judge_update(
                 case,
                 findings,
@@ -312,19 +321,23 @@ def judge_scaler(case: Case) -> Iterator[Finding]:
 
 
 def judge_clip(case: Case) -> list[Finding]:
-    """The limit applies to the true gradient, not to the scaled gradient."""
+    """The limit applies to the true gradient, not to the scaled gradient.
+
+    A gradient that was not divided by the number of micro-batches is for `judge_update`.
+    """
     findings: list[Finding] = []
     for rank in range(case.world_size):
         for number, call in enumerate(case.inputs[rank]["calls"]):
             size = norm(_mean_gradient(list(case.inputs), number))
             limit = call["max_norm"]
-            _judge_update(
-                case,
-                findings,
-                rank,
-                number,
-                min(1.0, limit / size),
+            hint = (
                 f"The gradient's norm is {size:.3g}, max_norm {limit:.3g}: unscale with "
-                "scaler.unscale_(optimizer), then clip, then scaler.step(optimizer).",
+                "scaler.unscale_(optimizer), then clip, then scaler.step(optimizer)."
             )
+            tries: list[list[Finding]] = [[], []]
+            for found, times in zip(tries, (1.0, float(call["k"])), strict=True):
+                _judge_update(case, found, rank, number, min(times, limit / size), hint)
+            if all(tries):
+                findings += tries[0]
+                break
     return findings

@@ -63,10 +63,11 @@ def observe_samples(accumulate_ddp: Any, inputs: Values, context: Context) -> Va
     module = oracle.mlp(inputs).to(context.device)
     ddp = wrap(module, context)
     answer: Values = {}
+    loss_fn = oracle.ordered(oracle.mse, answer)
     for call in range(len(inputs["ks"])):
         module.zero_grad(set_to_none=call % 2 == 0)
         xs, ys = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
-        loss = accumulate_ddp(ddp, list(zip(xs, ys, strict=True)), oracle.mse)
+        loss = accumulate_ddp(ddp, list(zip(xs, ys, strict=True)), loss_fn)
         _record(answer, call, module, loss)
     return answer
 
@@ -82,6 +83,9 @@ def judge_gradients(case: Case) -> list[Finding]:
             return "Each loss has to be divided by the number of micro-batches."
         if are_close(weights, np.full(ranks * k, 1 / k)):
             return "That is the sum over ranks, not the mean."
+        if ranks > 1 and are_close(weights, np.full(ranks * k, 1 / (ranks * ranks * k))):
+            or_both = ", or by the number of micro-batches" if k == ranks else ""
+            return f"That was divided once more by the number of ranks, as DDP does{or_both}."
         if are_close(weights, np.full(ranks * k, 1 / (ranks * k * k))):
             return "That was divided by the number of micro-batches twice."
         if others.size and np.abs(others).max() < 1e-3 and np.abs(own).max() > 0:
@@ -97,7 +101,8 @@ def judge_gradients(case: Case) -> list[Finding]:
             return "Is the number of ranks or micro-batches written into the code?"
         return ""
 
-    findings: list[Finding] = []
+    swapped = (oracle.find_swapped(answer, rank) for rank, answer in enumerate(case.answers))
+    findings = [finding for finding in swapped if finding]
     for call, k in enumerate(case.inputs[0]["ks"]):
         basis = [
             gradient

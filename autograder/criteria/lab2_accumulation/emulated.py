@@ -1,7 +1,8 @@
 """Criteria for accumulation over ranks: what travels and when, on the emulated cluster.
 
 Every layer is charged, so the broker knows when each micro-batch went forward and backward. The
-broker also carries everything that travels. No judge here relies on what a rank reports.
+broker also carries everything that travels. Only for memory a judge here relies on what a rank
+reports.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from autograder.criteria.common.emulated import (
 )
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab2_accumulation.gradients import EmulatedMemory, too_much_memory
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
@@ -44,6 +46,7 @@ GRADIENT_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 BUCKET_MB = 0.016  # makes DDP reduce each layer separately
 MAX_COLLECTIVES = NUM_PARAMETERS + 3  # one per parameter, and a few for single numbers
 MAX_BYTES = 2.5 * GRADIENT_BYTES  # the gradients in float64, and a few numbers
+MAX_NUMBERS = 1.5 * GRADIENT_BYTES / 4  # in all-reduces, in any dtype
 EFFICIENCY = 0.75
 SYNC_TO_COMPUTE = 4 / 3  # time to reduce all gradients / compute time of a micro-batch
 LATENCY_S = 20e-6
@@ -81,11 +84,15 @@ def plan(source: Draw) -> ChargePlan:
 
 
 def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) -> Values:
+    """Several accumulations, and their activations, in those of a micro-batch."""
+    memory = EmulatedMemory(float("inf"))
     for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
         module.zero_grad()
         pairs = zip(torch.from_numpy(xs), torch.from_numpy(ys), strict=True)
-        accumulate_ddp(wrapped, list(pairs), oracle.mse)
-    return {"done": True}
+        with memory.watch():
+            accumulate_ddp(wrapped, list(pairs), oracle.mse)
+    one = memory.kept_bytes / (CALLS * MICRO_BATCHES)
+    return {"peak": [memory.peak_bytes / max(1.0, one), 1.0]}
 
 
 @on_two_nodes
@@ -172,6 +179,8 @@ class _Call:
             if c.key in issued and "float" in c.dtype and reaches_all(c, case.world_size)
         ]
         self.num_bytes = sum(c.nbytes for c in self.collectives)
+        self.num_numbers = sum(c.numel for c in self.collectives if c.kind == "all_reduce")
+        self.backwards = False  # the micro-batches went through the model in reversed order
 
     def missing(self, case: Case, waits: bool = False) -> Finding | None:
         """A finding if this rank did not send the accumulated gradient of some parameter.
@@ -179,12 +188,14 @@ class _Call:
         Args:
             waits: it has to have waited for it, too, before the next accumulation.
         """
-        sent = [c for c in self.collectives if c.payloads.get(self.rank) is not None]
-        # A rank may divide by ranks or micro-batches, by both or by neither before it sends.
-        divisors = (1, MICRO_BATCHES, case.world_size, MICRO_BATCHES * case.world_size)
-        scales = {1 / divisor for divisor in divisors}
-        for number, gradient in enumerate(_local_gradients(case, self.rank, self.call)):
-            by = [c for c in sent if holds_run(c.payloads[self.rank], gradient, scales)]
+        if self.num_numbers > MAX_NUMBERS:  # what travelled before is in what travels at the end
+            times = self.num_numbers / (GRADIENT_BYTES / 4)
+            return Finding(
+                f"as many numbers travelled as {times:.1f} times the gradients: only the last of "
+                f"{MICRO_BATCHES} micro-batches synchronises.",
+                self.rank,
+            )
+        for number, by in enumerate(self._carriers(case)):
             what = (
                 f"the accumulated {('weight', 'bias')[number % 2]} gradient of layer {number // 2}"
             )
@@ -201,20 +212,49 @@ class _Call:
                 )
         return None
 
+    def _carriers(self, case: Case) -> list[list[Collective]]:
+        """Per parameter the collectives that carried its accumulated gradient.
 
-def _local_gradients(case: Case, rank: int, call: int) -> list[np.ndarray]:
+        The order of the micro-batches is not judged here.
+        """
+        sent = [c for c in self.collectives if c.payloads.get(self.rank) is not None]
+        # A rank may divide by ranks or micro-batches, by both or by neither before it sends. Who
+        # divides by the ranks although DDP does it loses `accum_ddp_gradients` only.
+        divisors = {a * b for a in (1, MICRO_BATCHES) for b in (1, case.world_size)}
+        scales = {1 / d for d in divisors | {d * case.world_size for d in divisors}}
+
+        def find(gradients: list[np.ndarray]) -> list[list[Collective]]:
+            return [
+                [c for c in sent if holds_run(c.payloads[self.rank], g, scales)] for g in gradients
+            ]
+
+        straight = find(_local_gradients(case, self.rank, self.call))
+        if all(straight):
+            return straight
+        reversed_ = find(_local_gradients(case, self.rank, self.call, reverse=True))
+        if all(reversed_):
+            self.backwards = True
+            return reversed_
+        return straight
+
+
+def _local_gradients(case: Case, rank: int, call: int, reverse: bool = False) -> list[np.ndarray]:
     """This rank's own sum of gradients of a call, in float64, with its secret factors.
 
     If the rank has kept several graphs alive, so does this model: factors come in the order in
     which layers ask for them.
+
+    Args:
+        reverse: the last micro-batch goes first.
     """
     inputs = case.inputs[rank]
     together = case.trace is not None and _alive(case, rank) is not None
     model = charged_mlp(inputs, PlanChannel(case.plan, rank), torch.float64)
     for xs, ys in zip(inputs["x"][: call + 1], inputs["y"][: call + 1], strict=True):
         model.zero_grad()
+        pairs = list(zip(torch.from_numpy(xs).double(), torch.from_numpy(ys).double(), strict=True))
         losses = []
-        for x, y in zip(torch.from_numpy(xs).double(), torch.from_numpy(ys).double(), strict=True):
+        for x, y in reversed(pairs) if reverse else pairs:
             losses.append(oracle.mse(model(x), y))
             if not together:
                 losses.pop().backward()
@@ -261,7 +301,9 @@ def judge_collectives(case: Case) -> Iterator[Finding]:
             _too_many_bytes(call, "DDP decides in forward: is that inside no_sync() too?")
             or _too_many(call)
             or call.missing(case)
+            or _in_other_order(call)
             or _alive(case, call.rank)
+            or too_much_memory(case.answers[call.rank].get("peak"), call.rank)
         ):
             yield problem
 
@@ -288,6 +330,12 @@ def _too_many_bytes(call: _Call, hint: str) -> Finding | None:
             f"{GRADIENT_BYTES}, the gradients once. {hint}",
             call.rank,
         )
+    return None
+
+
+def _in_other_order(call: _Call) -> Finding | None:
+    if call.backwards:
+        return Finding("the micro-batches went forward in reversed order.", call.rank)
     return None
 
 

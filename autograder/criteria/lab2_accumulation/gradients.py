@@ -61,7 +61,11 @@ def draw_loss(draw: Draw) -> list[Values]:
 
 def _unequal(draw: Draw) -> list[list[int]]:
     rng = draw.shared()
-    return [[int(n) for n in rng.permutation([1, 2, 4, 7, 9])[:k]] for k in (3, 4)]
+    first, second = ([int(n) for n in rng.permutation([1, 2, 4, 7, 9])[:k]] for k in (3, 4))
+    # The last one is smaller than the first, as at the end of a dataset, or larger.
+    first[0], first[-1] = max(first[0], first[-1]), min(first[0], first[-1])
+    second[0], second[-1] = min(second[0], second[-1]), max(second[0], second[-1])
+    return [first, second]
 
 
 def batches_of(inputs: Values, group: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -83,13 +87,14 @@ def observe_together(accumulate_gradients: Any, inputs: Values, context: Context
 def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
     """Gradients and the returned loss of every group; each starts with a new model."""
     answer: Values = {}
+    loss_fn = oracle.ordered(oracle.mse, answer)
     for group in range(len(inputs["sizes"])):
         model = oracle.mlp(inputs).to(context.device)
         batches = [
             (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
             for x, y in batches_of(inputs, group)
         ]
-        loss = number_or_none(accumulate_gradients(model, batches, oracle.mse))
+        loss = number_or_none(accumulate_gradients(model, batches, loss_fn))
         if loss is not None:
             answer[f"loss/{group}"] = np.array(loss)
         for i, p in enumerate(model.parameters()):
@@ -103,6 +108,8 @@ def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Valu
 def judge_scale(case: Case) -> Iterator[Finding]:
     """Each of k equal micro-batches enters with weight 1/k."""
     for rank, answer in enumerate(case.answers):
+        if swapped := oracle.find_swapped(answer, rank):
+            yield swapped
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             k, basis = len(counts), batch_gradients(case.inputs[rank], _batches(case, rank, group))
             weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
@@ -233,6 +240,7 @@ def _no_sum(k: int) -> str:
 
 MEMORY_SAMPLES, MEMORY_K = 64, 8
 MEMORY_LIMIT = 2.5  # in micro-batches
+LARGEST = 1.5  # the same for a single tensor: micro-batches are not put together
 
 
 def draw_memory(draw: Draw) -> list[Values]:
@@ -245,6 +253,8 @@ class EmulatedMemory:
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes, self.live_bytes, self.peak_bytes = limit_bytes, 0, 0
+        self.kept_bytes = 0  # in all, freed ones too
+        self.largest = 0  # how many numbers the largest tensor has
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -254,9 +264,11 @@ class EmulatedMemory:
         ):
             yield
 
-    def keep(self, num_bytes: int) -> None:
-        """Adds the bytes that are kept; raises a MemoryError above the limit."""
-        self.live_bytes += num_bytes
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Adds the bytes of a tensor that is kept; raises a MemoryError above the limit."""
+        self.largest = max(self.largest, tensor.numel())
+        self.kept_bytes += tensor.nbytes
+        self.live_bytes += tensor.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.live_bytes > self.limit_bytes:
             raise MemoryError(
@@ -271,28 +283,50 @@ class _Kept:
 
     def __init__(self, memory: EmulatedMemory, tensor: torch.Tensor) -> None:
         self.memory, self.tensor = memory, tensor
-        memory.keep(tensor.nbytes)
+        memory.keep(tensor)
 
     def __del__(self) -> None:
         self.memory.live_bytes -= self.tensor.nbytes
 
 
-def peak_of(work: Callable[[], object], one: Callable[[], object]) -> float:
-    """The most activations that are in memory during `work`, in those of `one` micro-batch."""
-    peaks = []
+def peak_of(work: Callable[[], object], one: Callable[[], object]) -> list[float]:
+    """The activations of `work`, in those of `one` micro-batch.
+
+    Returns:
+        the most that are in memory at once, and the largest tensor among them.
+    """
+    memories = []
     for run in (one, work):
         memory = EmulatedMemory(float("inf"))
         with memory.watch():
             run()
-        peaks.append(memory.peak_bytes)
-    return peaks[1] / max(1, peaks[0])
+        memories.append(memory)
+    return compared(*memories)
+
+
+def compared(one: EmulatedMemory, work: EmulatedMemory) -> list[float]:
+    """Peak and largest tensor of `work`, in those of `one`."""
+    return [work.peak_bytes / max(1, one.peak_bytes), work.largest / max(1, one.largest)]
 
 
 def too_much_memory(peak: Any, rank: int) -> Finding | None:
-    """A finding if more than two micro-batches' activations were in memory at once."""
-    if isinstance(peak, float) and peak > MEMORY_LIMIT:
+    """A finding if several micro-batches were put together, or more than two were in memory.
+
+    Args:
+        peak: what `peak_of` returned; anything else is not judged here.
+    """
+    if not isinstance(peak, list) or not all(isinstance(value, float) for value in peak):
+        return None
+    most, largest = peak
+    if largest > LARGEST:
         return Finding(
-            f"the activations of {peak:.1f} micro-batches were in memory at once; at most two "
+            f"a batch as large as {largest:.1f} micro-batches went forward: each micro-batch has "
+            "to go forward and backward by itself.",
+            rank,
+        )
+    if most > MEMORY_LIMIT:
+        return Finding(
+            f"the activations of {most:.1f} micro-batches were in memory at once; at most two "
             "should be: backward() of a micro-batch comes before the next one goes forward.",
             rank,
         )
@@ -313,7 +347,7 @@ def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) 
     memory = EmulatedMemory(MEMORY_LIMIT * one.peak_bytes)
     with memory.watch():
         accumulate_gradients(model, batches, oracle.mse)
-    answer: Values = {"peak": memory.peak_bytes / one.peak_bytes}
+    answer: Values = {"peak": compared(one, memory)}
     for i, p in enumerate(model.parameters()):
         answer[f"g0/{i}"] = oracle.grad_of(p)
     return answer
@@ -324,12 +358,7 @@ def judge_memory(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         basis = batch_gradients(case.inputs[rank], _batches(case, rank, 0))
         weights = weights_of(basis, collect(answer, "g0", NUM_PARAMETERS))
-        peak = answer.get("peak")
         if weights is None or not present(weights):
             yield Finding(_no_sum(MEMORY_K), rank)
-        elif not isinstance(peak, float) or not 0.5 < peak <= MEMORY_LIMIT:
-            yield Finding(
-                f"the activations of {peak} micro-batches were in memory at once; "
-                f"at most {MEMORY_LIMIT} fit.",
-                rank,
-            )
+        elif problem := too_much_memory(answer.get("peak"), rank):
+            yield problem

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,9 @@ def draw_batch_size(draw: Draw) -> list[Values]:
     for k, rest in ((3, 1), (3, -1), (1, 0), (1, -1)):
         micro, ranks = (int(v) for v in rng.integers(2, 17, size=2))
         rows.append([micro, k, ranks, rest])
+    # A batch that is a multiple of the micro-batch and of the ranks, but not of their product.
+    common, a, b = (int(v) for v in rng.integers(2, 5, size=3))
+    rows.append([common * a, 2, common * b, common * a * b])
     rates = [
         [
             round(float(rng.uniform(0.001, 1)), 4),
@@ -37,6 +40,7 @@ def draw_batch_size(draw: Draw) -> list[Values]:
         ]
         for _ in range(3)
     ]
+    rates[-1][1:] = [int(rng.integers(5, 9)) * 32, int(rng.integers(1, 5)) * 32]  # a smaller batch
     return [{"rows": rows, "rates": rates} for _ in range(draw.world_size)]
 
 
@@ -102,7 +106,7 @@ def draw_convergence(draw: Draw) -> list[Values]:
     batch = 8 * draw.world_size * int(rng.integers(1, 3))
     ks = [int(k) for k in rng.permutation(KS)]
     values = oracle.draw_parameters(rng, SIZES) | {"global_batch": batch, "ks": ks}
-    values |= oracle.draw_batch(rng, batch * NUM_STEPS, SIZES)
+    values |= oracle.draw_batch(rng, batch * (NUM_STEPS + 1), SIZES)  # more than is needed
     return [dict(values) for _ in range(draw.world_size)]
 
 
@@ -114,10 +118,14 @@ def observe_convergence(compare_convergence: Any, inputs: Values, context: Conte
         return oracle.mlp(inputs).to(context.device)
 
     def train_step(model: nn.Module, micro_batches: Any) -> float:
-        micro_batches = list(micro_batches)
+        if not isinstance(micro_batches, Sequence):
+            raise TypeError(
+                "train_step(model, micro_batches): expected a list of pairs (x, y), got "
+                f"{type(micro_batches).__name__}"
+            )
         if len(sizes) < 4 * len(inputs["ks"]) * NUM_STEPS:
             sizes.append([len(x) for x, _ in micro_batches])
-        return _train_step(model, micro_batches)
+        return _train_step(model, list(micro_batches))
 
     x, y = (torch.from_numpy(inputs[n]).to(context.device) for n in "xy")
     curves = compare_convergence(

@@ -30,8 +30,9 @@ from autograder.criteria.lab2_accumulation.ddp import (
 from minidist.emulate.trace import Event
 
 MICRO_BATCHES, CALLS = 6, 3
-# In sizes of all gradients: float64 on the wire is allowed, and a loss beside the gradients.
-MOST = 2.5
+# In sizes of all gradients. The most is counted in numbers, because float64 on the wire is allowed,
+# and a loss beside the gradients. In a ring of messages a number travels nearly twice.
+MOST, MOST_IN_MESSAGES = 1.5, 2.5
 LEAST = 0.9
 # Allowed relative remainder of what travels after a fit by a sum of gradients. Rounding to bfloat16
 # leaves 0.01. An optimizer step after each micro-batch leaves more; it is not judged here.
@@ -93,12 +94,20 @@ def observe_amp(amp_step: Any, inputs: Values, context: Context) -> Values:
 
 def _contributed(events: Iterable[Event]) -> float:
     """Bytes of floats that a rank contributed to reductions, gathers and messages it sent."""
-    total = 0.0
+    return sum(nbytes for nbytes, _ in _contributions(events))
+
+
+def _numbers(events: Iterable[Event]) -> float:
+    """How many floats that were."""
+    return sum(nbytes / getattr(torch, dtype).itemsize for nbytes, dtype in _contributions(events))
+
+
+def _contributions(events: Iterable[Event]) -> Iterator[tuple[float, str]]:
     for event in events:
         if event.kind == "issue" and "float" in event.dtype and event.collective != "broadcast":
             share = len(event.ranks) if event.collective == "all_gather" else 1
-            total += event.nbytes / share if event.collective != "recv" else 0.0
-    return total
+            if event.collective != "recv":
+                yield event.nbytes / share, event.dtype
 
 
 def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Finding | None:
@@ -114,7 +123,7 @@ def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Findin
     payloads = [
         np.asarray(p, dtype=np.float64).ravel()
         for p in sent
-        if np.size(p) <= 2 * MOST * CALLS * size
+        if np.size(p) <= 4 * MOST * CALLS * size
     ]
     payloads = [payload for payload in payloads if np.isfinite(payload).all()]
     per_batch = [
@@ -160,9 +169,9 @@ def _judge(case: Case, gradients_of: Gradients, rest: float) -> Iterator[Finding
     gradients = sum(p.nbytes for p in oracle.parameters_of(case.inputs[0]))
     whole = {c.key for c in case.trace.collectives if reaches_all(c, case.world_size)}
     for rank, events in enumerate(case.trace.events):
-        times = _contributed(events) / (CALLS * gradients)
+        times = _numbers(events) / (CALLS * gradients / 4)  # they are float32
         to_all = _contributed(e for e in events if e.key in whole) / (CALLS * gradients)
-        if times > MOST:
+        if times > (MOST_IN_MESSAGES if _by_messages(events) else MOST):
             yield Finding(
                 f"{times:.1f} times the gradients travelled in a step of {MICRO_BATCHES} "
                 "micro-batches, once is enough: forward and backward of all but the last one "

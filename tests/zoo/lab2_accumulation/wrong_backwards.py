@@ -1,0 +1,21 @@
+"""Goes through the micro-batches from the last to the first.
+
+loses: accum_ddp_collectives
+"""
+
+
+# %% replaces="task3_accumulate_ddp"
+def accumulate_ddp(
+    ddp_model: DistributedDataParallel, micro_batches: Sequence[Batch], loss_fn: LossFn
+) -> float:
+    k = len(micro_batches)
+    losses = []
+    for i, (x, y) in enumerate(reversed(micro_batches)):
+        context = ddp_model.no_sync() if i < k - 1 else contextlib.nullcontext()
+        with context:
+            loss = loss_fn(ddp_model(x), y) / k
+            loss.backward()
+        losses.append(loss.detach())
+    total = torch.stack(losses).sum()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).item()

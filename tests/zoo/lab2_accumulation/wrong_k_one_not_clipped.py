@@ -1,0 +1,42 @@
+"""Has a plain loop for k = 1, which does not clip.
+
+loses: accum_clip
+"""
+
+
+# %% replaces="task2_train_epoch"
+def train_epoch(
+    model: nn.Module,
+    batches: DataLoader,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    *,
+    accumulation_steps: int,
+    max_norm: float | None = None,
+    scheduler: LRScheduler | None = None,
+) -> int:
+    k = accumulation_steps
+    n = len(batches)
+    steps = 0
+    if k == 1:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        return n
+    optimizer.zero_grad()
+    for i, (x, y) in enumerate(batches):
+        size = min(k, n - (i - i % k))
+        loss = loss_fn(model(x), y) / size
+        loss.backward()
+        if (i + 1) % k == 0 or i + 1 == n:
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+            steps += 1
+    return steps
