@@ -182,7 +182,7 @@ LAB = Lab(
         ),
         _emulated(
             name="prof_bucket_sends", title="one all-reduce per bucket of the plan", points=3,
-            draw=emulated.draw_sends, judge=emulated.judge_sends, between_ranks=True,
+            draw=emulated.draw_steps, judge=emulated.judge_sends, between_ranks=True,
         ),
         _emulated(
             name="prof_efficiency", title="90 % efficiency in virtual time", points=5,

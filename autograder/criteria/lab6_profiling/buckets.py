@@ -84,6 +84,11 @@ def draw_plans(draw: Draw) -> list[Values]:
             sizes[int(rng.integers(len(sizes)))] = 20 * unit
             sizes[-2:] = [2 * unit, 3 * unit]  # together exactly the first cap, 5 units
             cap = (5, 8, 10, 1, 500)[number] * unit
+            if (
+                number == 2
+            ):  # caps are sum(sizes) / k: no whole number of bytes, and no more than it
+                sizes[-3:] = [3 * unit, 4 * unit, 3 * unit]
+                cap -= 0.25
             cases.append({"sizes": sizes, "cap": cap})
         inputs.append({"cases": cases})
     return inputs

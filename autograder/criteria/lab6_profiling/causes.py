@@ -131,6 +131,16 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
     run.add(str(rng.choice(["loader", "copy", "host"])), rng.uniform(0.103, 0.109))
     yield False, run, "one loss is just above 10 % of the steps without the first"
 
+    run = Run.quiet(rng, steps="ranks", small=0.0)
+    for rank in range(run.num_ranks):
+        run.add("communication", 0.3, _all_but(run.num_ranks, rank), [rank + 2])
+    yield False, run, "in each step another rank is the last one, and over all steps each waits"
+
+    run = Run.quiet(rng, small=0.0)
+    run.across = str(rng.choice(["loader", "copy", "host"]))
+    run.add(run.across, rng.uniform(0.13, 0.16))
+    yield False, run, "half of the loss goes on in the step after the one in which it begins"
+
     run = Run.quiet(rng, steps=6)
     part = str(rng.choice(["loader", "copy", "host"]))
     run.add(part, 0.36, [int(rng.integers(run.num_ranks))], [3])

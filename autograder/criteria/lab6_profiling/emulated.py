@@ -8,7 +8,7 @@ rely on anything that a rank reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -56,13 +56,13 @@ def draw_mean(draw: Draw) -> list[Values]:
 
 
 def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values:
-    """The gradients of several steps."""
-    model = oracle.mlp(inputs).to(context.device)
+    """The gradients of several steps, in float64: a bucket has the dtype of its gradients."""
+    model = oracle.mlp(inputs, torch.float64).to(context.device)
     buckets = buckets_class(model, [list(bucket) for bucket in inputs["plan"]])
     answer: Values = {}
     for step in range(STEPS):
         model.zero_grad(set_to_none=step != 2)
-        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).double().to(context.device) for k in "xy")
         oracle.mse(model(x), y).backward()
         buckets.finish()
         for i, p in enumerate(model.parameters()):
@@ -82,7 +82,7 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                 mean, got = oracle.mean(per_rank), answer.get(f"g{step}/{i}")
                 hint = oracle.explain_gradient(got, mean, local[rank][i], case.world_size)
                 what = f"step {step}, gradient of parameter {i}"
-                if wrong := oracle.differs(rank, what, got, mean, hint=hint):
+                if wrong := oracle.differs(rank, what, got, mean, dtype="float64", hint=hint):
                     yield wrong
                     return
 
@@ -108,20 +108,18 @@ def draw_steps(draw: Draw) -> list[Values]:
     return inputs
 
 
-def draw_sends(draw: Draw) -> list[Values]:
-    """As `draw_steps`, with two buckets swapped: the plan decides which bucket travels first."""
-    inputs = draw_steps(draw)
-    plan = inputs[0]["plan"]
-    plan = [plan[0], plan[2], plan[1], *plan[3:]]
-    return [values | {"plan": plan} for values in inputs]
-
-
 def _shape(draw: Draw) -> Values:
-    """Widths, seconds per layer, network figures, and a plan with an efficiency above ROOM."""
+    """Widths, seconds per layer, network figures, and a plan with an efficiency above ROOM.
+
+    Two buckets of the plan are swapped: the plan decides which bucket travels first.
+    """
     values: Values = {}
     for attempt in range(100):
         values = _draw_shape(draw.shared(f"shape {attempt}"))
-        values["plan"] = best_plan(values["sizes"], partial(_predicted, values))
+        plan = best_plan(values["sizes"], partial(_predicted, values))
+        if len(plan) < 4:
+            continue
+        values["plan"] = [plan[0], plan[2], plan[1], *plan[3:]]
         if _compute_s(values) / _predicted(values, values["plan"]) > ROOM:
             break
     return values
@@ -288,7 +286,7 @@ def judge_efficiency(case: Case) -> list[Finding]:
     compute_s = _compute_s(values)
     step_s = seconds_per_step(case)
     if compute_s / step_s >= EFFICIENCY:
-        return []
+        return _late(case)
     each = compute_s / _predicted(values, fill_buckets(values["sizes"], 0.0))
     late = compute_s / (
         compute_s
@@ -343,6 +341,39 @@ def _waits_in_backward(case: Case) -> list[Finding]:
                     )
                 ]
     return []
+
+
+def _late(case: Case) -> list[Finding]:
+    """A finding if a bucket was complete, in any step, and did not start before the next layer."""
+    plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
+    kinds = {c.key: c for c in case.trace.collectives if reaches_all(c, case.world_size)}
+    for rank, events in enumerate(case.trace.events):
+        for step in range(STEPS):
+            sent, there = 0, LAYERS  # bytes that travel; the layers from this one on are through
+            for event in events[_first_backward(events, step) :]:
+                if is_compute(event, "backward", step):
+                    complete = [all(i >= there for i in bucket) for bucket in plan]
+                    count = complete.index(False)
+                    if sent < sum(sizes[i] for bucket in plan[:count] for i in bucket):
+                        return [
+                            Finding(
+                                f"step {step}: the first {count} buckets of the plan were complete "
+                                f"when backward came to layer {there - 1}, and not all of them had "
+                                "started. Each starts as soon as its gradients are there and all "
+                                "before it have started, in every step.",
+                                rank,
+                            )
+                        ]
+                    there -= 1
+                elif event.kind == "issue" and event.key in kinds:
+                    sent += kinds[event.key].nbytes
+                if there == 0:
+                    break
+    return []
+
+
+def _first_backward(events: Sequence[Any], step: int) -> int:
+    return next(i for i, e in enumerate(events) if is_compute(e, "backward", step))
 
 
 def _holds(payload: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:

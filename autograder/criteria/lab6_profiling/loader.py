@@ -24,7 +24,7 @@ from autograder.criteria.common.answers import (
     returned,
     unit_hint,
 )
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 from autograder.criteria.lab6_profiling.spans import is_same
 
 PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
@@ -215,14 +215,14 @@ def draw_ends(draw: Draw) -> list[Values]:
     return inputs
 
 
-class _DiskError(RuntimeError):
-    """The error that the source raises."""
+class _DiskError(Exception):
+    """The error that the source raises; of no kind that anybody expects."""
 
 
 def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
     """The delivered batches, an error of the source, and threads left after a loop breaks off."""
     batches, depth, broken = inputs["batches"], inputs["depth"], inputs["broken"]
-    delivered = list(prefetch(iter(batches), depth))
+    delivered = list(prefetch(list(batches), depth))
 
     def breaks() -> Iterator[Any]:
         yield from batches[:broken]
@@ -233,19 +233,28 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
         for batch in prefetch(breaks(), depth):
             before_error.append(batch)
     except Exception as error:
-        said = f"{error} {error.__cause__ or ''}"
+        said = f"{type(error).__name__}: {error}"
     before = set(threading.enumerate())
 
-    loop = iter(prefetch(iter(range(MANY)), depth))
-    for _ in range(3):
-        next(loop)
-    getattr(loop, "close", lambda: None)()
-    del loop
-    deadline = time.monotonic() + PATIENCE_S
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    left = len(set(threading.enumerate()) - before)
+    left = []
+    for taken in (3, 0):
+        loop = iter(prefetch(iter(range(MANY)), depth))
+        for _ in range(taken):
+            next(loop)
+        time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
+        getattr(loop, "close", lambda: None)()
+        del loop
+        left.append(_threads_beside(before))
+        before = set(threading.enumerate())
     return {"delivered": delivered, "before_error": before_error, "said": said, "left": left}
+
+
+def _threads_beside(known: set[threading.Thread]) -> int:
+    """How many other threads there are, once they have had time to end."""
+    deadline = time.monotonic() + PATIENCE_S
+    while set(threading.enumerate()) - known and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(set(threading.enumerate()) - known)
 
 
 def judge_ends(case: Case) -> Iterator[Finding]:
@@ -265,16 +274,25 @@ def judge_ends(case: Case) -> Iterator[Finding]:
                 "thread, send it through the queue, and raise it in the loop.",
                 rank,
             )
+        elif not str(answer.get("said")).startswith(_DiskError.__name__):
+            yield Finding(
+                f"the source raised a {_DiskError.__name__}, and the loop got "
+                f"{str(answer.get('said'))[:200]!r}: raise that error itself, because whoever "
+                "expects it looks for its type.",
+                rank,
+            )
         elif not is_same(answer.get("before_error"), batches[:broken]):
             yield Finding(
                 f"the source raised after {broken} batches; expected these first, got "
                 f"{answer.get('before_error')!r}.",
                 rank,
             )
-        elif not is_same(answer.get("left"), 0):
+        elif not is_same(answer.get("left"), [0, 0]):
+            early = is_same(item_of(answer.get("left"), 0), 0)
             yield Finding(
-                "a loop broke off after 3 batches, and the loading thread is still there: it waits "
-                "for room in the queue that nobody will make.",
+                f"a loop broke off after {'0' if early else '3'} batches, and the loading thread "
+                "is still there: it waits for room in the queue that nobody will make."
+                + (" (Start it at the first batch, not before.)" if early else ""),
                 rank,
             )
 
@@ -309,7 +327,7 @@ def draw_settings(draw: Draw) -> list[Values]:
                     "step_s": step_s,
                     "cores": cores,
                     "ranks_per_node": ranks,
-                    "device": f"cuda:{number}" if number % 2 else "cpu",
+                    "device": ("cpu", "cuda:1", "cpu:0", "cuda")[number % 4],
                 }
             )
         inputs.append({"cases": cases})
@@ -328,7 +346,7 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
             loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, **settings)
         found.append(
             {
-                "num_workers": int(loader.num_workers),
+                "num_workers": integer(loader.num_workers, "num_workers"),
                 "pin_memory": bool(loader.pin_memory),
                 "persistent_workers": bool(loader.persistent_workers),
                 "prefetch_factor": loader.prefetch_factor,
@@ -357,7 +375,7 @@ def judge_settings(case: Case) -> Iterator[Finding]:
 def _settings_problem(got: Values, drawn: Values) -> str | None:
     enough = math.ceil(drawn["load_s"] / drawn["step_s"])
     share = drawn["cores"] // drawn["ranks_per_node"]
-    workers, on_gpu = min(enough, share), drawn["device"] != "cpu"
+    workers, on_gpu = min(enough, share), drawn["device"].startswith("cuda")
     if got.get("num_workers") != workers:
         hint = "" if got.get("num_workers") != enough else " All ranks of a node share its cores."
         return (

@@ -54,14 +54,15 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
         left = {path for path in left if path.exists()}
         if left:
             time.sleep(0.05)
-    kept = []
+    kept, marks = [], 0
     for event in returned(events, "profile_steps"):
+        marks += event.get("ph") != "X"
         name, category = str(event.get("name")), str(event.get("cat"))
         wanted = name == "step" or name.startswith(inputs["label"]) or name == "aten::mm"
         if event.get("ph") == "X" and category in ("user_annotation", "cpu_op") and wanted:
             kept.append([name, float(event["ts"]), float(event["dur"])])
     names = sorted(path.name for path in [*left, *temporary])
-    return {"calls": calls[0], "events": kept[:200], "left": names[:3]}
+    return {"calls": calls[0], "events": kept[:200], "left": names[:3], "marks": marks}
 
 
 def judge_record(case: Case) -> Iterator[Finding]:
@@ -104,6 +105,11 @@ def _record_problem(inputs: Values, answer: Values) -> str | None:
             )
         if "aten::mm" not in inside:
             return "no operator is in the trace: ask for ProfilerActivity.CPU."
+    if not as_number(answer.get("marks")):
+        return (
+            'all events have ph "X": return the list as export_chrome_trace writes it, with the '
+            "names of processes and threads in it."
+        )
     return None
 
 
@@ -127,7 +133,7 @@ def _draw_events(
     for rank in range(draw.world_size):
         rng, traces = draw.private(rank), []
         for _ in range(2):
-            record = _Recorder(rng, float(rng.integers(1 << 30)))
+            record = _Recorder(rng, float(rng.integers(1 << 30)) + 0.375)  # no whole microsecond
             record.noise()
             make(record, rng)
             traces.append([record.events[i] for i in rng.permutation(len(record.events))])
@@ -161,7 +167,9 @@ class _Recorder:
         """Adds events that must not become spans."""
         for phase in ("M", "i", "s", "f"):
             event = {"ph": phase, "name": draw_name(self.rng), "pid": 77, "tid": 1, "ts": self.base}
-            self.events.append(event | ({"cat": "cpu_op"} if phase == "i" else {}))
+            # An asynchronous event has a length, too.
+            extra = {"cat": "cpu_op", "dur": 8500.0} if phase == "i" else {}
+            self.events.append(event | extra)
         self.add("PyTorch Profiler (0)", "Trace", 1, 0, 9000)
         self.add("step", "user_annotation", 1, 0, 8800)
 
@@ -193,6 +201,11 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator) -> None:
     record.each("c10d::", "cpu_op", 1, 4000, 5000, 2)
     record.each("", "user_annotation", 1, 4000, 5000, 2)
     record.each("host: ", "user_annotation", 1, 5000, 6000, 2)
+    record.add("enumerate(DataLoader)#by_hand", "cpu_op", 3, 8600, 8700)  # of any category
+    record.add("aten::stack", "cpu_op", 3, 8620, 8680)
+    record.each("gloo:", "cpu_op", 1, 8700, 8740, 2)  # only an annotation of ours counts
+    record.each("host: ", "cpu_op", 1, 8740, 8780, 2)
+    record.add("aten::" + draw_name(rng), "cpu_op", 1, 8785, 8785.5)  # shorter than a microsecond
     record.each("about host: ", "user_annotation", 1, 6000, 7000, 2)  # only contains host:
     record.each("before gloo:", "user_annotation", 1, 7000, 8000, 2)
     record.each("aten::c10d::", "cpu_op", 1, 8000, 8500, 2)
@@ -207,6 +220,8 @@ def _gpu_events(record: _Recorder, rng: np.random.Generator) -> None:
     record.each("aten::", "cpu_op", 1, 5500, 7000, 5)  # only launch kernels
     record.each("cudaLaunchKernel ", "cuda_runtime", 1, 5500, 7000, 5)
     record.each("nccl:", "user_annotation", 1, 6000, 7000, 2)
+    for prefix in ("nccl:", "gloo:", "host: ", ""):  # torch's copies of annotations, on the GPU
+        record.each(prefix, "gpu_user_annotation", 7, 8500, 8780, 2)
     record.each("host: ", "user_annotation", 1, 7000, 8000, 2)
     record.each("enumerate(DataLoader)#", "user_annotation", 1, 8000, 8500, 2)
 

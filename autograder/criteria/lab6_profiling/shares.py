@@ -77,6 +77,9 @@ def draw_utilisation(draw: Draw) -> list[Values]:
             spans = _row(rng, "compute", -0.3 * end, 0.0, 3) + _row(rng, "compute", end, 2 * end, 2)
         for kind in KINDS[1:]:
             spans += _row(rng, kind, 0, end, 3)
+        if number == CASES - 1:  # nothing at all happens at both ends of the window
+            spans = [s for s in spans if s.start > 0.1 * end and s.end < 0.9 * end]
+            spans += _row(rng, "compute", 0.3 * end, 0.6 * end, 2)
         shift = float(rng.uniform(0, 50))
         return _moved(spans, shift), shift, shift + end
 
@@ -136,11 +139,9 @@ def draw_export(draw: Draw) -> list[Values]:
         for r in range(3):
             for kind in rng.permutation(KINDS):
                 row = _row(rng, str(kind), 0, 0.5, int(rng.integers(2, 6)))
-                # Each name occurs once, because the judge finds the events by name.
-                spans += [
-                    Span(r + 2, s.kind, f"{s.name} {len(spans) + i}", s.start, s.end)
-                    for i, s in enumerate(row)
-                ]
+                # As in a real trace, most names occur many times.
+                name = draw_name(rng)
+                spans += [Span(r + 2, s.kind, name, s.start, s.end) for s in row]
         inputs.append(pack(_shuffled(rng, spans), "0"))
     return inputs
 
@@ -297,6 +298,12 @@ def judge_export(case: Case) -> Iterator[Finding]:
             yield Finding(problem, rank)
 
 
+def _away(value: Any, wanted: float) -> float:
+    """The distance of two times; infinite if the first one is no number."""
+    number = as_number(value)
+    return math.inf if number is None else abs(number - wanted)
+
+
 def _export_problem(trace: Any, spans: list[Span]) -> str | None:
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
@@ -304,12 +311,16 @@ def _export_problem(trace: Any, spans: list[Span]) -> str | None:
     complete = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
     if len(complete) != len(spans):
         return f"expected {len(spans)} events with ph 'X', one per span, got {len(complete)}."
-    by_name = {str(e.get("name")): e for e in complete}
+    by_name: dict[str, list[Any]] = {}
+    for event in complete:
+        by_name.setdefault(str(event.get("name")), []).append(event)
     lanes: dict[str, list[Span]] = {}
     for span in spans:
-        event = by_name.get(span.name)
-        if event is None:
-            return f"no event is called {span.name!r}."
+        events = by_name.get(span.name)
+        if not events:
+            return f"an event called {span.name!r} is missing: one for each span."
+        event = min(events, key=lambda e: _away(e.get("ts"), span.start * 1e6))
+        events.remove(event)
         for key, wanted in (("ts", span.start * 1e6), ("dur", (span.end - span.start) * 1e6)):
             if not is_close(event.get(key), wanted, atol=1e-3):
                 hint = "Microseconds." if key == "ts" else "A duration in microseconds, not an end."

@@ -1,0 +1,31 @@
+"""Takes the rank with least communication in each step, not over all steps.
+
+loses: prof_finds_nothing
+"""
+
+
+# %% replaces="task3_bottleneck"
+def find_bottleneck(spans: list[Span], steps: list[tuple[float, float]]) -> str:
+    counted = steps[1:]
+    sums = {}
+    for rank in {s.rank for s in spans}:
+        own = [s for s in spans if s.rank == rank]
+        total = dict.fromkeys((*KINDS, "idle"), 0.0)
+        for start, end in counted:
+            for kind, seconds in breakdown(own, start, end).items():
+                total[kind] += seconds
+        sums[rank] = total
+    per_kind = {kind: [total[kind] for total in sums.values()] for kind in KINDS}
+    losses = {
+        "loader": max(per_kind["loader"]),
+        "copies": max(per_kind["copy"]),
+        "logging": max(per_kind["host"]),
+        "straggler": max(per_kind["compute"]) - min(per_kind["compute"]),
+        "buckets": sum(
+            min(breakdown([s for s in spans if s.rank == r], a, b)["communication"] for r in sums)
+            for a, b in counted
+        ),
+    }
+    worst = max(losses, key=losses.get)
+    duration = sum(end - start for start, end in counted)
+    return worst if losses[worst] > 0.1 * duration else "none"
