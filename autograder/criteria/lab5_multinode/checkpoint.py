@@ -63,7 +63,8 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
                 "word": inputs["word"],
                 "nothing": None,
             }
-            returned = module.save_checkpoint(place, step, state, keep=3)
+            # A script knows the folder as text; others give a path.
+            returned = module.save_checkpoint(str(place), step, state, keep=3)
             right = (place / name_of(step)).resolve()
             answer["returned"].append(Path(str(returned)).resolve() == right)
         now = time.time()
@@ -89,6 +90,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
         answer["rest"] = [
             group["lr"],
             group["betas"][1],
+            *(type(value).__name__ for value in (group["betas"], state["losses"], found[0])),
             *state["losses"],
             state["word"],
             state["nothing"],
@@ -134,8 +136,14 @@ def judge_roundtrip(case: Case) -> list[Finding]:
             wrong(f"{name!r} did not come back as it was saved.")
     if answer.get("dtype") != "torch.bfloat16":
         wrong(f"a bfloat16 tensor came back as {answer.get('dtype')}.")
-    if answer.get("rest") != [0.1 * last, last, 1.5, last, given["word"], None]:
-        wrong(f"numbers, text and None did not come back as they were saved: {answer.get('rest')}.")
+    if answer.get("rest") != [
+        *(0.1 * last, last, "tuple", "list", "int"),
+        *(1.5, last, given["word"], None),
+    ]:
+        wrong(
+            "numbers, text, None, a tuple and a list did not come back as they were saved: "
+            f"{answer.get('rest')}."
+        )
     return findings
 
 
@@ -148,6 +156,7 @@ DAMAGE = (
     "it is empty",
     "it holds other bytes",
     "zeros in the middle",
+    "two bytes have changed places",
 )
 
 
@@ -190,6 +199,10 @@ def _damaged(whole: bytes, inputs: Values) -> Iterator[bytes]:
     data = bytearray(whole)
     middle = int(len(data) * inputs["places"][0])
     data[middle : middle + 500] = bytes(len(data[middle : middle + 500]))
+    yield bytes(data)
+    data = bytearray(whole)  # no sum of bytes can tell
+    at = next((i for i in range(middle, len(data)) if data[i] != data[i - 1]), 0)
+    data[at - 1], data[at] = data[at], data[at - 1]
     yield bytes(data)
 
 
@@ -245,6 +258,7 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
             place.mkdir()
             (place / "notes.txt").write_text("mine")
             (place / "best.ckpt").write_text("mine too")
+            (place / "upload.tmp").write_text("on its way")
             seen = []
             for step in inputs["steps"]:
                 module = load_file(path)  # a new job: it has the files, but no memory
@@ -253,9 +267,14 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
                     os.utime(file, (late, late))
                 module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
                 seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
+            again = inputs["steps"][-1]
+            module.save_checkpoint(place, again, state_of(inputs, again), keep=keep)
+            seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
             answer[f"keep{keep}"] = seen
             answer[f"others{keep}"] = sorted(
-                p.name for p in place.iterdir() if p.name in ("notes.txt", "best.ckpt")
+                p.name
+                for p in place.iterdir()
+                if p.name in ("notes.txt", "best.ckpt", "upload.tmp")
             )
         answer["deaths"] = [_deaths(path, folder, inputs, keep) for keep in (1, 2)]
         return answer
@@ -293,18 +312,19 @@ def judge_keep(case: Case) -> list[Finding]:
     for keep in (1, 3):
         seen = answer.get(f"keep{keep}")
         seen = seen if isinstance(seen, list) else []
-        for number in range(len(steps)):
-            right = [name_of(s) for s in steps[max(0, number + 1 - keep) : number + 1]]
+        saves = [*steps, steps[-1]]
+        for number in range(len(saves)):
+            right = [name_of(s) for s in sorted(set(saves[: number + 1]))[-keep:]]
             got = seen[number] if number < len(seen) else None
             if got != right:
                 return [
                     Finding(
-                        f"keep={keep}, after the saves {steps[: number + 1]}: expected {right}, "
+                        f"keep={keep}, after the saves {saves[: number + 1]}: expected {right}, "
                         f"got {got}.",
                         0,
                     )
                 ]
-        if answer.get(f"others{keep}") != ["best.ckpt", "notes.txt"]:
+        if answer.get(f"others{keep}") != ["best.ckpt", "notes.txt", "upload.tmp"]:
             return [
                 Finding(
                     "a file that is no step-….ckpt was deleted: keep away from what is not yours.",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from autograder.criteria.common.answers import plain
+from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import (
     describe,
     is_whole,
@@ -89,13 +89,16 @@ def _after(
     steps = inputs["steps"]
     old = {p.name: p.read_bytes() for p in before.iterdir() if p.is_file()}
     parts = []
-    for step in steps_in(place):
+    left_steps = steps_in(place)
+    for step in left_steps:
         file = place / name_of(step)
         states = [saved[step]] if step in saved else []
         if file.read_bytes() != old.get(file.name) and not is_whole(module, file, states):
             parts.append([file.name, file.stat().st_size])
     left: Values = {"ended": death.ended, "when": death.when, "parts": parts}
-    left["steps"] = steps_in(place)
+    names = sorted(p.name for p in place.glob("step-*.ckpt"))
+    left["like"] = [n for n in names if n not in map(name_of, left_steps)]
+    left["steps"] = left_steps
     try:
         found = module.load_newest(place)
         left["found"] = -1 if found is None else integer(found[0], "step from load_newest")
@@ -105,6 +108,8 @@ def _after(
         left["failed"] = describe(error, path)[:600]
         return left
     left["later"] = newest_in(module, place, inputs)
+    files = {place / name_of(step): state for step, state in saved.items()}
+    left["saved"] = all(f.is_file() and is_whole(module, f, [s]) for f, s in files.items())
     left["files"] = sorted(p.name for p in place.glob("step-*.ckpt"))
     return left
 
@@ -151,6 +156,11 @@ def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
             "under that name. Write to a name of another form in the same folder, and rename the "
             "file when it is complete: os.replace is all or nothing."
         )
+    if left.get("like") != []:
+        return (
+            f"{left.get('like')} is there, which is not complete: what is not complete has a name "
+            "of another form, no step-….ckpt."
+        )
     if what == "again" and step not in there:
         return (
             f"now {name_of(step)} is gone. os.replace puts the new file in the place of the old "
@@ -170,6 +180,11 @@ def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
             f"after the next saves, of steps {step} and {steps[3]} with keep=3, there should be "
             f"{[name_of(s) for s in wanted]}, there is {left.get('files')}. What a dead process "
             "has left behind must not be taken for a checkpoint."
+        )
+    if left.get("saved") is not True:
+        return (
+            f"a new process saved step {step} again, and {name_of(step)} does not hold what was "
+            "saved. What a dead process has left behind must not get into the next file."
         )
     return ""
 
@@ -211,21 +226,29 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
             stack.enter_context(mock.patch.object(os, name, renamed(name)))
         stack.enter_context(mock.patch.object(os, "sync", sync_all))
         module, folder = stack.enter_context(working_with(path))
-        step = inputs["steps"][0]
-        module.save_checkpoint(folder, step, state_of(inputs, step), keep=2)
-        file = folder / name_of(step)
-        status = file.stat() if file.is_file() else None
-        return {
-            "log": log,
-            "file": [status.st_ino, status.st_size] if status else [],
-            "name": name_of(step),
-        }
+        # A large state goes around Python's buffer. A small one waits in it for the flush.
+        large = state_of(inputs, inputs["steps"][0])
+        files = []
+        for step, state in zip(inputs["steps"], (large, {"step": 1}), strict=False):
+            module.save_checkpoint(folder, step, state, keep=2)
+            file = folder / name_of(step)
+            status = file.stat() if file.is_file() else None
+            files.append([status.st_ino, status.st_size] if status else [])
+        return {"log": log, "files": files}
 
 
 def judge_durable(case: Case) -> list[Finding]:
     """The complete file was synced before the rename that gave the file its final name."""
     answer = plain(case.answers[0])
-    file, log, name = answer.get("file"), answer.get("log"), name_of(case.inputs[0]["steps"][0])
+    for number, step in enumerate(case.inputs[0]["steps"][:2]):
+        file = item_of(answer.get("files"), number)
+        if problem := _not_durable(file, answer.get("log"), name_of(step)):
+            return problem
+    return []
+
+
+def _not_durable(file: Any, log: Any, name: str) -> list[Finding]:
+    """What is wrong with the order of the calls for one file, [inode, size]."""
     if not isinstance(file, list) or len(file) != 2 or not isinstance(log, list):
         return [Finding(f"there is no {name} after save_checkpoint.", 0)]
     sizes = []

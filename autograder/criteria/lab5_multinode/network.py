@@ -14,12 +14,12 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 NO_WAY = "ValueError"
 CASES = (
     *("plain", "own", "narrow first", "wide first", "odd first", "odd last", "ipv6"),
-    *("ipv6 peer", "nowhere"),
+    *("ipv6 peer", "second address", "loopback", "nowhere"),
 )
 
 
 def draw_interface(draw: Draw) -> list[Values]:
-    """Per rank nine situations: the interfaces of one node, and the address of a peer."""
+    """Per rank eleven situations: the interfaces of one node, and the address of a peer."""
     return [_draw_tables(draw.private(rank), CASES) for rank in range(draw.world_size)]
 
 
@@ -59,6 +59,12 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
             table[-1] = (fast, [*table[-1][1], f"fd00:{a:x}:{b:x}::{e:x}/64"])
             table[2] = (table[2][0], [*table[2][1], f"fd00:{a:x}:{b + 1:x}::{e:x}/64"])
             peer = f"fd00:{a:x}:{b:x}::{e + 1:x}"
+        if kind == "second address":  # both of one interface hold the peer, as does a third network
+            table[-1] = (fast, [f"10.{a}.{b}.{e}/8", f"10.{a}.{b}.{e}/20"])
+            table.append(("bond0", [f"10.{a}.{b}.{e % 200 + 3}/16"]))
+            peer = f"10.{a}.{b}.{e % 200 + 40}"
+        if kind == "loopback":  # two nodes on one machine
+            peer = f"127.0.{c}.{d}"
         if kind == "nowhere":
             peer = f"11.{a}.{b}.{e}"
         order = list(rng.permutation(len(table)))
@@ -107,6 +113,8 @@ _WHY = {
     "narrow first": " Two networks hold that address: the narrower one (longer prefix) is meant.",
     "odd first": " A prefix need not end at a dot: with /25 the last number decides, too.",
 }
+_WHY["second address"] = " An interface may have several addresses: look at each of them."
+_WHY["loopback"] = " Two nodes on one machine meet on the loopback interface."
 _WHY |= {"wide first": _WHY["narrow first"], "odd last": _WHY["odd first"]}
 
 

@@ -34,16 +34,24 @@ def observe_places(functions: Any, inputs: Values, context: Context) -> Values:
     places: list[list[list[int]]] = []
     ranks: list[list[int]] = []
     for sizes in inputs["clusters"]:
-        found = [locate(rank, list(sizes)) for rank in range(sum(sizes))]
-        places.append([_pair(place) for place in found])
+        given = list(sizes)  # the same list for all calls, as in the lab
+        places.append([_pair(locate(rank, given)) for rank in range(sum(sizes))])
+        _same("locate", "local_sizes", given, sizes)
         ranks.append(
             [
-                integer(global_rank(node, local, list(sizes)), "global_rank")
+                integer(global_rank(node, local, given), "global_rank")
                 for node, size in enumerate(sizes)
                 for local in range(size)
             ]
         )
+        _same("global_rank", "local_sizes", given, sizes)
     return {"places": places, "ranks": ranks}
+
+
+def _same(function: str, what: str, now: list[Any], before: list[Any]) -> None:
+    """Raises a ValueError if a function has changed the list that it was given."""
+    if now != before:
+        raise ValueError(f"{function} has changed its argument {what}: it was {before}, now {now}")
 
 
 def _pair(place: Any) -> list[int]:
@@ -117,9 +125,10 @@ def draw_command(draw: Draw) -> list[Values]:
 def observe_command(node_command: Any, inputs: Values, context: Context) -> Values:
     """The command of every node."""
     job = {key: value for key, value in inputs.items() if key != "script"}
-    commands = []
+    commands, script = [], list(inputs["script"])
     for node in range(inputs["num_nodes"]):
-        command = node_command(list(inputs["script"]), node_rank=node, **job)
+        command = node_command(script, node_rank=node, **job)
+        _same("node_command", "script", script, inputs["script"])
         if not isinstance(command, list | tuple) or not all(isinstance(c, str) for c in command):
             raise TypeError(f"node_command: expected a list of str, got {command!r}")
         commands.append(list(command))
