@@ -44,11 +44,11 @@ FULL_DTYPES = ("float32", "float64")  # half precision would halve the time of t
 # each takes LATENCY + TRANSFER. So an all-reduce has time until the bucket after the next: whoever
 # waits in a hook for the bucket before loses it. One all-reduce for each layer pays the latency
 # twice as often, and one for all layers has nothing to hide behind.
-LAYERS, WIDTH = 20, 192
+LAYERS, WIDTH = 20, 125
 UNIT_S = 1e-3
 QUICK, SLOW, LATENCY, TRANSFER = 0.4, 3.6, 0.9, 0.9
 LAYER_BYTES = WIDTH * WIDTH * 4
-SCALING_CAP_MB = 0.3  # two layers, whether a MB has 10^6 or 2^20 bytes
+SCALING_CAP_MB = 0.125  # two layers; if a MB has 10^6 bytes, exactly: a full bucket is allowed
 BACKWARD_S = tuple(
     UNIT_S * (QUICK, SLOW)[number // 2 % 2] / 2 for number in reversed(range(LAYERS))
 )

@@ -30,6 +30,8 @@ class _Kind:
 
     Attributes:
         add: (who, parameter, value that is added to the last entry of the parameter's gradient).
+        everywhere: that value is added to all entries.
+        frozen: parameters that need no gradient, but have one.
         missing: (who, parameter without a gradient); "all" means all ranks.
         near: about which value the gradients are.
     """
@@ -41,6 +43,8 @@ class _Kind:
     tol: float | None = None
     near: float = 0.0
     swapped: bool = False
+    everywhere: bool = False
+    frozen: tuple[int, ...] = ()
     zeros: tuple[int, ...] = ()  # parameters whose gradient is zero
 
 
@@ -55,19 +59,59 @@ def _kinds() -> list[_Kind]:
             False,
             (("last", 0, 0.7 * TOL), ("last but one", 0, -0.7 * TOL)),
         ),
+        _Kind(
+            "the first rank is 0.7 tol below the one in the middle, the last one 0.7 tol above",
+            False,
+            (("first", 1, -0.7 * TOL), ("last", 1, 0.7 * TOL)),
+        ),
+        _Kind(
+            "all values of a parameter differ by 0.9 tol",
+            True,
+            (("last", 0, 0.9 * TOL),),
+            everywhere=True,
+        ),
+        _Kind(
+            "a parameter that was frozen after backward differs",
+            False,
+            (("last", 1, 0.01),),
+            frozen=(1,),
+        ),
+        _Kind("a parameter that was frozen after backward is the same", True, frozen=(1,)),
         _Kind("all ranks hold the same values near 1000", True, near=1000.0),
         _Kind(
-            "values near 1000 differ by 0.001 (tol is absolute)",
+            "values near 1000 differ by 0.0001 (tol is absolute)",
             False,
-            (("last", 2, 1e-3),),
+            (("last", 2, 1e-4),),
             near=1000.0,
         ),
         _Kind("values differ by 0.01, and tol is 0.1", True, (("last", 1, -0.01),), tol=0.1),
         _Kind("values differ by 0.5, and tol is 0.1", False, (("last", 1, -0.5),), tol=0.1),
         _Kind("all ranks hold the same gradients, and tol is 1e-12", True, tol=1e-12),
+        _Kind("all ranks hold the same gradients, and tol is 0", True, tol=0.0),
+        _Kind("values differ by 1e-12, and tol is 0", False, (("last", 1, 1e-12),), tol=0.0),
+        _Kind(
+            "0 and 0.25, and tol is 0.25: not more than tol apart",
+            True,
+            (("last", 0, 0.25),),
+            tol=0.25,
+            zeros=(0,),
+        ),
+        _Kind(
+            "-0.25 and 0.25, and tol is 0.25",
+            False,
+            (("last", 0, 0.25), ("last but one", 0, -0.25)),
+            tol=0.25,
+            zeros=(0,),
+        ),
         _Kind("values differ by 1e-9, and tol is 1e-12", False, (("last", 0, 1e-9),), tol=1e-12),
         _Kind(NONE_ON_ALL, True, missing=(("all", 2),)),
         _Kind("no parameter has a gradient on any rank", True, missing=nothing),
+        _Kind(
+            "parameter 0 has no gradient on any rank, and parameter 1 differs",
+            False,
+            (("last", 1, 0.01),),
+            missing=(("all", 0),),
+        ),
         _Kind(
             "no parameter has a gradient on the last rank; all have on the others",
             False,
@@ -115,7 +159,9 @@ def draw(source: Draw) -> list[Values]:
     kinds = _kinds()
     order = [int(i) for i in rng.permutation(len(kinds))]
     tolerances = [kinds[i].tol for i in order]
-    inputs: list[Values] = [{"tol": tolerances, "_order": order} for _ in range(world_size)]
+    shared: Values = {"tol": tolerances, "_order": order}
+    shared["frozen"] = [list(kinds[i].frozen) for i in order]
+    inputs: list[Values] = [dict(shared) for _ in range(world_size)]
     for number, kind in enumerate(kinds[i] for i in order):
         base = [rng.normal(kind.near, 1.0, size=shape) for shape in SHAPES]
         for i in kind.zeros:
@@ -137,7 +183,8 @@ def _gradients_of(
     grads: list[np.ndarray | None] = [g.copy() for g in base]
     for who, parameter, value in kind.add:
         if who in mine:
-            grads[parameter].flat[-1] += value  # type: ignore[union-attr]
+            place = slice(None) if kind.everywhere else slice(-1, None)
+            grads[parameter].flat[place] += value  # type: ignore[union-attr]
     if kind.swapped and rank == last:
         weight = grads[0]
         weight[0, 0], weight[2, 3] = weight[2, 3], weight[0, 0]  # type: ignore[index]
@@ -158,6 +205,7 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
         for i, p in enumerate(model.parameters()):
             if f"g{number}/{i}" in inputs:
                 p.grad = torch.from_numpy(inputs[f"g{number}/{i}"].copy()).to(context.device)
+            p.requires_grad_(i not in inputs["frozen"][number])
         options = {} if tol is None else {"tol": tol}
         said = gradients_in_sync(model, **options)
         if isinstance(said, torch.Tensor | np.bool_):

@@ -229,6 +229,7 @@ def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
     x, y = (torch.from_numpy(inputs[k]).to(context.device) for k in "xy")
     oracle.mse(wrapped(x), y).backward()
     answer: Values = {"on a GPU": on_gpu}
+    answer["same"] = {id(p) for p in wrapped.parameters()} == {id(p) for p in model.parameters()}
     for i, p in enumerate(wrapped.parameters()):
         answer[f"p{i}"] = p.detach().cpu().numpy()
         answer[f"g{i}"] = oracle.grad_of(p)
@@ -293,6 +294,10 @@ def judge_wrap(case: Case) -> Iterator[Finding]:
         elif isinstance(seen, dict) and seen and seen.get("device_ids") != [1]:
             yield Finding(
                 f"on cuda:1, expected device_ids=[1], got {seen.get('device_ids')}.", rank
+            )
+        if answer.get("same") is False:
+            yield Finding(
+                "what was wrapped is a copy: the model that was passed is not trained.", rank
             )
         for i, expected in enumerate(start):
             if wrong := oracle.differs(

@@ -95,9 +95,10 @@ def draw_tail(draw: Draw) -> list[Values]:
 
 
 def draw_epoch(draw: Draw) -> list[Values]:
-    """One size and several epochs, the first of them twice, under three seeds.
+    """One size and several epochs under three seeds.
 
-    The last setting reads the sampler before its first set_epoch, and again in epoch 0.
+    The first epoch comes twice, and then a third time without another set_epoch. The last settings
+    read the sampler before its first set_epoch, in epoch 0, in epoch 1, and in epoch 0 again.
     """
     rng = draw.shared()
     first, second, third = (int(e) for e in 1 + rng.choice(50, 3, replace=False))
@@ -106,17 +107,25 @@ def draw_epoch(draw: Draw) -> list[Values]:
         draw,
         [
             common
-            | {"world_size": world_size, "seed": seed, "epochs": [first, second, third, first]}
+            | {
+                "world_size": world_size,
+                "seed": seed,
+                "epochs": [first, second, third, first, None],
+            }
             for world_size, seed in product((2, 3), (0, 3, int(rng.integers(10, 99))))
         ]
-        + [common | {"world_size": 2, "epochs": [None, 0]}],
+        + [common | {"world_size": 2, "epochs": [None, 0, 1, 0], "seed": seed} for seed in (0, 1)],
     )
 
 
 def _collect(
-    case: Case, number: int, setting: Values, visit: int = 0
+    case: Case, number: int, setting: Values, visit: int = 0, judges_length: bool = True
 ) -> list[np.ndarray] | Finding:
-    """The index list of every virtual rank, or a finding if a list is missing or wrong."""
+    """The index list of every virtual rank, or a finding if a list is missing or wrong.
+
+    Args:
+        judges_length: whether `len(sampler)` has to be right, too.
+    """
     lists = []
     for virtual in range(setting["world_size"]):
         real = virtual % case.world_size
@@ -125,7 +134,7 @@ def _collect(
         where = _where(setting, virtual)
         if not isinstance(got, np.ndarray) or got.ndim != 1 or got.dtype.kind != "i":
             return Finding(f"{where}: no list of indices came back.", real)
-        if length != len(got):
+        if judges_length and length != len(got):
             return Finding(f"{where}: len(sampler) is {length}, but it yields {len(got)}.", real)
         if ((got < 0) | (got >= setting["num_samples"])).any():
             return Finding(
@@ -240,12 +249,12 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
 
     Whether the ranks' shares fit together is judged by `judge_partition`.
     """
-    orders: dict[int, list[np.ndarray]] = {}
+    orders: dict[tuple[int, bool], list[np.ndarray]] = {}
     for number, setting in enumerate(case.inputs[0]["settings"]):
         visits: list[np.ndarray] = []
         shares: list[np.ndarray] = []
         for visit in range(len(setting["epochs"])):
-            lists = _collect(case, number, setting, visit)
+            lists = _collect(case, number, setting, visit, judges_length=False)
             if isinstance(lists, Finding):
                 yield lists
                 return
@@ -257,6 +266,9 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     f"{_where(setting)}: before the first set_epoch the order should be epoch 0's."
                 )
+            elif not np.array_equal(visits[0], visits[3]):
+                yield Finding(f"{_where(setting)}: set_epoch(0) does not go back to epoch 0.")
+            orders.setdefault((setting["world_size"], True), []).append(visits[0])
             continue
         if setting["world_size"] > 1 and np.array_equal(shares[0], shares[1]):
             yield Finding(
@@ -269,15 +281,21 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
                     f"{_where(setting)}: epochs {epochs[a]} and {epochs[b]} have the same order. "
                     "set_epoch must change what __iter__ draws."
                 )
-        if not np.array_equal(visits[0], visits[-1]):
+        if not np.array_equal(visits[3], visits[4]):
+            yield Finding(
+                f"{_where(setting)}: epoch {epochs[0]} came in two different orders when it was "
+                "iterated twice after one set_epoch."
+            )
+        if not np.array_equal(visits[0], visits[3]):
             yield Finding(
                 f"{_where(setting)}: epoch {epochs[0]} came in two different orders. "
                 "The order must depend on seed and epoch alone."
             )
-        orders.setdefault(setting["world_size"], []).append(visits[0])
-    for world_size, visited in orders.items():
+        orders.setdefault((setting["world_size"], False), []).append(visits[0])
+    for (world_size, is_first), visited in orders.items():
         if any(np.array_equal(a, b) for a, b in combinations(visited, 2)):
-            yield Finding(f"world_size={world_size}: two seeds gave one order.")
+            when = " in epoch 0" if is_first else ""
+            yield Finding(f"world_size={world_size}: two seeds gave one order{when}.")
     for rank, answer in enumerate(case.answers):
         if answer.get("moved the global generator"):
             yield Finding(

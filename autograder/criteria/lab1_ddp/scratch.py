@@ -144,6 +144,7 @@ def _is_rounded(got: Any, expected: np.ndarray) -> bool:
 # --- gradients -----------------------------------------------------------------------------------
 
 STEPS = 3
+EVAL_STEP = 2 * STEPS - 1  # the last one is in eval(): that changes no gradient
 
 
 def draw_gradients(draw: Draw) -> list[Values]:
@@ -168,6 +169,7 @@ def observe_gradients(ddp_class: Any, inputs: Values, context: Context) -> Value
         ddp = ddp_class(module, bucket_cap_mb=cap)
         for step in range(run * STEPS, (run + 1) * STEPS):
             x, y = _tensors(inputs, context, f"x/{step}", f"y/{step}")
+            getattr(ddp, "train", module.train)(step != EVAL_STEP)
             _step(ddp, x, y)
             for i, p in enumerate(module.parameters()):
                 answer[f"g{step}/{i}"] = oracle.grad_of(p).copy()
@@ -187,7 +189,10 @@ def judge_gradients(case: Case) -> Iterator[Finding]:
         case,
         2 * STEPS,
         local,
-        lambda step: f"step {step % STEPS}, bucket_cap_mb={25.0 if step < STEPS else SMALL_CAP_MB}",
+        lambda step: (
+            f"step {step % STEPS}{', after eval()' if step == EVAL_STEP else ''}, "
+            f"bucket_cap_mb={25.0 if step < STEPS else SMALL_CAP_MB}"
+        ),
     )
 
 
@@ -257,7 +262,7 @@ def _combine(shares: np.ndarray, gradients: Sequence[np.ndarray]) -> np.ndarray:
 
 # --- tied and frozen -----------------------------------------------------------------------------
 
-TIED_SIZE = 6
+TIED_SIZE, TIED_STEPS = 6, 4
 
 
 class Tied(nn.Module):
@@ -295,18 +300,20 @@ def draw_tied(draw: Draw) -> list[Values]:
 
 @on_two_nodes
 def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of two steps on the same batch, with many buckets."""
-    module = Tied(inputs).to(context.device)
-    ddp = ddp_class(module, bucket_cap_mb=SMALL_CAP_MB)
+    """Gradients of two steps on the same batch, with many buckets, and with one of each dtype."""
     x, y = _tensors(inputs, context, "x", "y")
     answer: Values = {}
-    for step in range(2):
-        module.zero_grad()
-        _step(ddp, x, y)
-        for name, p in module.named_parameters():
-            answer[f"g{step}/{name}"] = oracle.grad_of(p).copy()
-    for name, p in module.frozen.named_parameters():
-        answer[f"value frozen.{name}"] = p.detach().cpu().numpy()
+    for run, cap in enumerate((SMALL_CAP_MB, 25.0)):
+        module = Tied(inputs).to(context.device)
+        ddp = ddp_class(module, bucket_cap_mb=cap)
+        for step in (2 * run, 2 * run + 1):
+            module.zero_grad()
+            _step(ddp, x, y)
+            for name, p in module.named_parameters():
+                answer[f"g{step}/{name}"] = oracle.grad_of(p).copy()
+        for name, p in module.frozen.named_parameters():
+            answer[f"value frozen.{name}"] = p.detach().cpu().numpy()
+            answer[f"frozen {name} has a gradient"] = p.grad is not None
     return answer
 
 
@@ -320,16 +327,16 @@ def judge_tied(case: Case) -> Iterator[Finding]:
         local.append({name: oracle.grad_of(p) for name, p in model.named_parameters()})
     plain, ranks = ("first.bias", "last.bias"), range(case.world_size)
     shares = _shares(
-        [[[local[r][name]] * 2 for name in plain] for r in ranks],
+        [[[local[r][name]] * TIED_STEPS for name in plain] for r in ranks],
         [
-            [[case.answers[r].get(f"g{s}/{name}") for s in range(2)] for name in plain]
+            [[case.answers[r].get(f"g{s}/{name}") for s in range(TIED_STEPS)] for name in plain]
             for r in ranks
         ],
     )
     for rank, answer in enumerate(case.answers):
         for name in local[0]:
             expected = _combine(shares[rank], [grads[name] for grads in local])
-            for step in range(2):
+            for step in range(TIED_STEPS):
                 got = answer.get(f"g{step}/{name}")
                 hint = oracle.explain_gradient(got, expected, local[rank][name], case.world_size)
                 if name == "first.weight":
@@ -343,11 +350,12 @@ def judge_tied(case: Case) -> Iterator[Finding]:
                     break
         # The tolerance above is that of float32, because the loss is float32. But the all-reduce
         # has to use float64, so the gradient must have more digits than float32 holds.
-        factor = answer.get("g0/factor")
-        if (
+        factors = [answer.get(f"g{step}/factor") for step in range(TIED_STEPS)]
+        if any(
             isinstance(factor, np.ndarray)
             and factor.dtype.kind == "f"
             and np.array_equal(factor, factor.astype(np.float32))
+            for factor in factors
         ):
             yield Finding(
                 "gradient of factor: it is float64, but was rounded to float32. A bucket has the "
@@ -359,6 +367,12 @@ def judge_tied(case: Case) -> Iterator[Finding]:
                 rank, name, answer.get(f"value {name}"), case.inputs[0][name]
             ):
                 yield wrong
+            elif answer.get(f"{name.replace('.', ' ')} has a gradient") is True:
+                yield Finding(
+                    f"{name} is frozen, but has a gradient after the step: it should stay None, or "
+                    "an optimizer with weight decay changes the parameter.",
+                    rank,
+                )
 
 
 # --- unused --------------------------------------------------------------------------------------
@@ -407,7 +421,7 @@ def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
         ddp = ddp_class(module, bucket_cap_mb=BRANCH_CAP_MB)
         for step, use in enumerate(inputs["uses"]):
             module.zero_grad(set_to_none=step != 3)  # zeros, not None, before step 3
-            oracle.mse(ddp(x, use), y).backward()
+            oracle.mse(ddp(x, use=use), y).backward()
             ddp.finish_gradient_synchronization()
             for i, p in enumerate(module.parameters()):
                 answer[f"g{step}/{i}"] = oracle.grad_of(p).copy()

@@ -27,8 +27,11 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 # --- train ---------------------------------------------------------------------------------------
 
 TRAIN_SIZES = (4, 6, 1)
-PER_RANK, BATCH_SIZE, LR = 10, 4, 0.2  # an epoch's last batch: 2 samples (even ranks) or 1 (odd)
-FACTOR = 0.37  # the loss function of the student's loop is this times the mean squared error
+PER_RANK, BATCH_SIZE, LR = 10, 4, 2.0  # an epoch's last batch: 2 samples (even ranks) or 1 (odd)
+# The loss function of the student's loop is this times the mean squared error: a small loss and a
+# large learning rate show a weight decay.
+FACTOR = 0.037
+HOT_FACTOR = 0.0037  # the same with one-hot inputs: losses so small that rounding them shows
 EPOCHS, OUTPUTS = 3, 2
 
 
@@ -157,6 +160,7 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     ids = [context.device] if context.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=ids)
     left: set[str] = set()  # what reached the model, or the loss, from host memory
+    answer: Values = {}
 
     def note(what: str, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, InHostMemory):
@@ -164,20 +168,22 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
         return value.as_subclass(torch.Tensor)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return FACTOR * oracle.mse(note("", output), note("the target", target))
+        return (HOT_FACTOR if hot else FACTOR) * oracle.mse(
+            note("", output), note("the target", target)
+        )
 
     model.register_forward_pre_hook(lambda _, args: (note("the input", args[0]), *args[1:]))
     losses = train(
         wrapped,
         RowsOfThisRank(inputs["x"], inputs["y"], in_host=not hot),
         NextSampler(order) if hot and inputs["any epoch"] else DrawnSampler(order),
-        loss,
+        oracle.ordered(loss, answer),
         num_epochs=len(order),
         batch_size=BATCH_SIZE,
         lr=LR,
         device=context.device,
     )
-    answer: Values = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
+    answer |= {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
     answer["left"] = sorted(left - {""})
     if losses is not None:
         answer["losses"] = np.array([float(loss) for loss in losses])
@@ -232,6 +238,8 @@ def judge_train_steps(case: Case) -> Iterator[Finding]:
         left = answer.get("left")
         if isinstance(left, list) and left:
             yield Finding(f"{' and '.join(map(str, left))} of a batch never went to device.", rank)
+        if swapped := oracle.find_swapped(answer, rank):
+            yield swapped
         got = [answer.get(f"p{i}") for i in range(len(expected))]
         for i, value in enumerate(expected):
             what, start = f"parameter {i} after training", case.inputs[0][f"p{i}"]
@@ -273,7 +281,7 @@ def judge_train_epochs(case: Case) -> Iterator[Finding]:
 
 
 def _factor(case: Case) -> float:
-    """What the squared error was multiplied with in backward: FACTOR, or 1 without loss_fn.
+    """What the squared error was multiplied with in backward: HOT_FACTOR, or 1 without loss_fn.
 
     The only step of a sample moves its weights by lr · factor · y / (its batch · ranks).
     """
@@ -290,30 +298,38 @@ def _factor(case: Case) -> float:
                 if used[row]:
                     ratios.append(float((got[:, row] / step).mean()))
     plain = bool(ratios) and abs(float(np.median(ratios)) - 1.0) < 0.01
-    return 1.0 if plain else FACTOR
+    return 1.0 if plain else HOT_FACTOR
 
 
 def judge_train_loss(case: Case) -> Iterator[Finding]:
     """The reported loss is the mean over the samples of all ranks, before the step of each.
 
-    Samples that the loop left out, which `judge_train_steps` finds, do not count. And if it has
+    Samples that the loop left out, which `judge_train_steps` finds, need not count. And if it has
     trained with the plain squared error instead of loss_fn, the losses may be that, too.
     """
     factor = _factor(case)
-    expected = []
+    expected, of_all = (_mean_losses(case, factor, only_used) for only_used in (True, False))
+    for rank, answer in enumerate(case.answers):
+        got = answer.get("losses")
+        if oracle.agrees(got, of_all):
+            continue
+        hint = _explain_losses(case, rank, factor, got, expected)
+        if wrong := oracle.differs(rank, "losses per epoch", got, expected, hint=hint):
+            yield wrong
+
+
+def _mean_losses(case: Case, factor: float, only_used: bool) -> np.ndarray:
+    """Per epoch the mean loss over the samples of all ranks, or over those that made steps."""
+    means = []
     for epoch in range(EPOCHS):
         squares = []
         for rank, inputs in enumerate(case.inputs):
             rows, used = inputs["order"][epoch], _used(case, rank)
-            if used is not None and used.any():
+            if only_used and used is not None and used.any():
                 rows = rows[used[rows]]
             squares += (inputs["y"][rows].astype(np.float64) ** 2).mean(axis=1).tolist()
-        expected.append(factor * np.mean(squares) if squares else 0.0)
-    for rank, answer in enumerate(case.answers):
-        got = answer.get("losses")
-        hint = _explain_losses(case, rank, factor, got, np.array(expected))
-        if wrong := oracle.differs(rank, "losses per epoch", got, np.array(expected), hint=hint):
-            yield wrong
+        means.append(factor * np.mean(squares) if squares else 0.0)
+    return np.array(means)
 
 
 def _explain_losses(case: Case, rank: int, factor: float, got: Any, expected: np.ndarray) -> str:
