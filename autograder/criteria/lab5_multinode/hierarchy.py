@@ -40,13 +40,17 @@ def local_sizes(world_size: int) -> list[int]:
 
 
 def draw_values(draw: Draw) -> list[Values]:
-    """Three private tensors per node size: two with lengths that need padding, a float64 matrix."""
+    """Three private tensors per node size: two with lengths that need padding, a float64 matrix.
+
+    The matrix has as many numbers as the first tensor: a buffer must suit its dtype, too.
+    """
     world_size = draw.world_size
     sizes = draw.shared()
     shapes = [
-        [[int(sizes.integers(20, 60)) * world_size + 1], [1], [int(sizes.integers(3, 8)), 5]]
-        for _ in local_sizes(world_size)
+        [[int(sizes.integers(20, 60)) * world_size + 1], [1]] for _ in local_sizes(world_size)
     ]
+    for per_case in shapes:
+        per_case.append([per_case[0][0], 1])
     inputs = []
     for rank in range(world_size):
         rng = draw.private(rank)
@@ -62,16 +66,24 @@ def draw_values(draw: Draw) -> list[Values]:
 @on_two_nodes
 def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Values:
     """The sums, read from the tensors that were passed to the all-reduce."""
-    answer: Values = {"returned": []}
+    answer: Values = {"returned": [], "groups": []}
     for case, local_size in enumerate(local_sizes(context.world_size)):
         all_reduce = reducer_class(local_size)
         for number in range(len(inputs["shapes"][case])):
             tensor = torch.from_numpy(inputs[f"{case}/{number}"].copy())
             returned = all_reduce(tensor)
+            if number == 0:
+                made = _num_groups()
             same = isinstance(returned, torch.Tensor) and torch.equal(returned, tensor)
             answer["returned"].append(same or type(returned).__name__)
             answer[f"{case}/{number}"] = tensor.numpy()
+        answer["groups"].append(_num_groups() - made)
     return answer
+
+
+def _num_groups() -> int:
+    """How many process groups this rank has made so far."""
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def judge_values(case: Case) -> Iterator[Finding]:
@@ -109,6 +121,15 @@ def judge_values(case: Case) -> Iterator[Finding]:
                         rank,
                     )
                     break
+            else:
+                groups = told(answer, "groups")
+                if not isinstance(groups, list) or any(groups):
+                    yield Finding(
+                        f"later calls of the same object made new process groups: {groups}, by "
+                        "node size. Make them once, in __init__: each one costs connections and "
+                        "has to be agreed upon by all ranks.",
+                        rank,
+                    )
 
 
 def _why(got: Any, total: np.ndarray, case: Case, key: str, rank: int) -> str:

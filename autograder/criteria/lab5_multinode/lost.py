@@ -45,6 +45,8 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         job.clear()
         with nodes(job, torchrun=False, dies_at=2) as processes:
             answer["ends"] = [_end_of(processes[0])]
+        answer["keep"] = sorted(p.name for p in job.checkpoints.glob("keep-*"))
+        answer["dying"] = steps_saved(job.saves())
         job.clear()
         stop = job.checkpoints / f"stop-{second}"
         stop.touch()
@@ -59,6 +61,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         job.write_data(min(first, inputs["job"]["every"]), shared=True)
         resumed = _run(job, " after it was started again")
         answer |= {f"resumed/{k}": v for k, v in resumed.items()}
+        answer["again"] = steps_saved(job.saves())
         every, done = inputs["job"]["every"], saves[-1]
         if saves == [*range(every, inputs["job"]["steps"] + 1, every)]:
             inputs = inputs | {"job": inputs["job"] | {"steps": done}}
@@ -135,6 +138,8 @@ def judge_lost(case: Case) -> list[Finding]:
             ]
     if not isinstance(ends, list) or len(ends) != len(_DIED):
         return [Finding("there is no answer for each node that died.", 0)]
+    if problem := _saved(answer, given["job"], saves):
+        return [Finding(problem, 0)]
     text = (
         f"(Nodes died after step {saves[1]}, the checkpoint of that step was damaged, and the job "
         f"was started again: it should go on from step {saves[0]}.) "
@@ -161,6 +166,30 @@ def judge_lost(case: Case) -> list[Finding]:
     ):
         return [wrong]
     return []
+
+
+def _saved(answer: Values, job: Values, saves: list[int]) -> str:
+    """What is wrong with the calls of save_checkpoint around a break; "" if nothing is."""
+    if told(answer, "keep"):
+        return (
+            "save_checkpoint was told to keep a single checkpoint: if it is damaged, none is left."
+        )
+    if saves != [*range(job["every"], job["steps"] + 1, job["every"])]:
+        return ""  # node_script's business
+    dying, again = told(answer, "dying"), told(answer, "again")
+    if not isinstance(dying, list) or not set(dying) <= set(saves[:1]):
+        return (
+            f"--every={job['every']}: {_DIED[0][1]}, and rank 0 saved for the steps {dying}: it "
+            "saves after every so many steps and at no other time. Nobody knows in which step an "
+            "error has come."
+        )
+    if again != saves:
+        return (
+            f"--every={job['every']} --steps={job['steps']}: with the run after the break there "
+            f"should be checkpoints of the steps {saves}, there were those of {again}: steps are "
+            "counted from the very first one."
+        )
+    return ""
 
 
 def _untrained(given: Values, answer: Values, whole: Any) -> str:

@@ -43,6 +43,8 @@ def save_checkpoint(folder, step, state, keep=3):
     folder, rank = Path(folder), os.environ.get("RANK")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"saved-{step}-by-{rank}").touch()
+    if keep < 2:
+        (folder / f"keep-{keep}").touch()
     path = folder / f"stand-in-{step}.pt"
     unfinished = folder / f"unfinished-{rank}"
     torch.save(state, unfinished)

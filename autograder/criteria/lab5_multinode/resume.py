@@ -125,6 +125,13 @@ def _own_random_numbers() -> Iterator[None]:
         random.setstate(before[2])
 
 
+def _hand(model: nn.Module) -> list[torch.Tensor]:
+    """What a training loop finds in a model beside its state: gradients, and the mode."""
+    nothing = torch.zeros(0)
+    grads = [(nothing if p.grad is None else p.grad).clone() for p in model.parameters()]
+    return [*grads, torch.tensor([m.training for m in model.modules()])]
+
+
 def _settings(rng: np.random.Generator) -> Values:
     return {
         "lr": float(rng.uniform(0.02, 0.1)),
@@ -154,11 +161,13 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
     with _own_random_numbers():
         one = _training(inputs, inputs["settings"], context.device)
         _run(one, x, y, BEFORE)
+        before = _hand(one.model)
         state = _through_a_file(collect_state(one), context, strict=False)
+        kept = all(torch.equal(a, b) for a, b in zip(before, _hand(one.model), strict=True))
         fresh = {k.removeprefix("fresh"): v for k, v in inputs.items() if k.startswith("fresh")}
         two = _training(fresh, inputs["settings"], context.device)
         restore_state(two, state)
-        answer: Values = {}
+        answer: Values = {"kept": kept}
         for name, training in (("whole", one), ("resumed", two)):
             training.step = BEFORE  # only resume_sampler checks that step is restored
             answer[f"lr/{name}"] = np.array([g["lr"] for g in training.optimizer.param_groups])
@@ -189,6 +198,13 @@ def judge_training(case: Case) -> Iterator[Finding]:
             hint="collect_state must not change the training.",
         ):
             yield wrong
+            continue
+        if answer.get("kept") is not True:
+            yield Finding(
+                "after collect_state the model has other gradients, or is in another mode (train "
+                "or eval) than before: collect_state must not change the training.",
+                rank,
+            )
             continue
         got, kept = answer.get("losses/resumed"), answer.get("losses/whole")
         what = f"losses of steps {BEFORE} to {BEFORE + AFTER - 1} after restore_state"
