@@ -39,13 +39,13 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         answer = {f"whole/{k}": v for k, v in _run(job, "").items()}
         saves = steps_saved(job.saves())
         answer["saves"] = saves
+        answer["keep"] = sorted(p.name for p in job.checkpoints.glob("keep-*"))
         if len(saves) < 2:
             return answer
         first, second = saves[:2]
         job.clear()
         with nodes(job, torchrun=False, dies_at=2) as processes:
             answer["ends"] = [_end_of(processes[0])]
-        answer["keep"] = sorted(p.name for p in job.checkpoints.glob("keep-*"))
         answer["dying"] = steps_saved(job.saves())
         job.clear()
         stop = job.checkpoints / f"stop-{second}"
