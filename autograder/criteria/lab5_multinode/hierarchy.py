@@ -69,6 +69,7 @@ def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Valu
     answer: Values = {"returned": [], "groups": []}
     for case, local_size in enumerate(local_sizes(context.world_size)):
         all_reduce = reducer_class(local_size)
+        made = 0
         for number in range(len(inputs["shapes"][case])):
             tensor = torch.from_numpy(inputs[f"{case}/{number}"].copy())
             returned = all_reduce(tensor)
