@@ -290,11 +290,13 @@ def _details(record: Record, number: int, feedback: str) -> str:
     done = f"<p class=sub>Passed: {_esc(', '.join(passed))}</p>" if passed else ""
     flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
     more = f' · <a href="{_esc(feedback)}">feedback that the student gets</a>' if feedback else ""
+    # A browser opens the details that a link's target is in, not those that are the target.
     return (
-        f"<details id=s{number}><summary><span class=who>{_esc(record.student)}</span>"
+        f"<details><summary><span class=who>{_esc(record.student)}</span>"
         f"<span class=num>{_esc(score_of(record))}</span>{flag}"
         f"<span class=why>{_esc(reason(record)) or 'all right'}</span></summary>"
-        f"{table}{done}<p class=sub>{_esc(record.submission)}{more}</p></details>"
+        f"<div id=s{number}>{table}{done}"
+        f"<p class=sub>{_esc(record.submission)}{more}</p></div></details>"
     )
 
 

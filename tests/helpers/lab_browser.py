@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Pictures of the journeys go to this folder; the README shows those in docs/.
+README = Path(__file__).resolve().parents[2] / "README.md"
 PICTURES = Path(os.environ["PICTURES"]) if "PICTURES" in os.environ else None
 _FIND = """
     const notebook = window.jupyterapp.shell.currentWidget.content;
@@ -75,6 +75,6 @@ class Notebook:
 
 
 def picture(page: Any, name: str) -> None:
-    """Takes a picture for the README, if $PICTURES names a folder."""
-    if PICTURES is not None:
+    """Takes a picture if the README shows it and $PICTURES names a folder."""
+    if PICTURES is not None and f"{name}.png" in README.read_text("utf-8"):
         page.screenshot(path=PICTURES / f"{name}.png")

@@ -84,8 +84,6 @@ def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
         lab.run("see_wrap")
         assert "✓ setup  5/5" in lab.run("setup")
         assert "✓ wrap_model" in lab.run("wrap_model")
-        lab.show("see_setup")
-        picture(page, "lab")
 
         # One rank forgets a collective: who waits is told, and where.
         lab.write("see_wrap", HANG)
@@ -98,6 +96,9 @@ def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
         assert re.search(r"rank 1.*waits in barrier", told), told
         lab.show("see_wrap")
         picture(page, "hang")
+        lab.command("apputils:change-theme", theme="JupyterLab Dark")
+        lab.show("see_wrap")
+        picture(page, "hang_dark")
         lab.command("notebook:interrupt-kernel")
         page.wait_for_function(
             "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
@@ -110,8 +111,4 @@ def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
         list(set_out(course))
         front = (course / "work" / FRONT_PAGE).read_text("utf-8")
         assert re.search(r"lab1_ddp.ipynb\): \*\*\d+ of 100 points\*\*", front), front
-        page.emulate_media(color_scheme="dark")
-        lab.command("apputils:change-theme", theme="JupyterLab Dark")
-        lab.show("see_setup")
-        picture(page, "lab_dark")
         assert errors == []
