@@ -12,6 +12,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+import argcomplete
 from rich.console import Console
 
 from autograder.cli import collect, grade, later, prepare, watch
@@ -26,6 +27,7 @@ from minidist import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code, see `arguments.exit_codes`."""
     parser = _parser()
+    argcomplete.autocomplete(parser)  # if it is the shell that asks
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show ✓ must not stop the command.

@@ -64,6 +64,22 @@ def test_wrong_usage_is_2_and_help_is_0(command, capsys):
         assert end.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("module", "typed", "offered"),
+    [
+        ("autograder", "gr", "grade "),
+        ("autograder", "publish --to mo", "moodle "),
+        ("minidist", "com", "compare "),
+    ],
+)
+def test_the_shell_completes_commands_and_their_options(tmp_path, module, typed, offered):
+    line, answer = f"{module} {typed}", tmp_path / "answer"
+    asks = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    asks |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n"}
+    subprocess.run([sys.executable, "-m", module], env=os.environ | asks, timeout=60, check=True)
+    assert answer.read_text().split("\n") == [offered]
+
+
 def test_version_names_what_a_report_should_name():
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "autograder", "--version"],

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+import argcomplete
 from rich.console import Console
 
 from minidist.cost.memory import state_bytes
@@ -225,7 +226,9 @@ def _run(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 2 for input that is wrong, 1 if nothing fits."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    argcomplete.autocomplete(parser)  # if it is the shell that asks
+    options = parser.parse_args(arguments)
     if options.command == "report":
         from minidist.plan.report import main as report
 
