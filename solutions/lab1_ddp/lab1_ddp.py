@@ -230,7 +230,7 @@ with demo("task 1"):
     print(f"1 + … + {world_size} = {number.item()} (expected {expected})")
 
 # %% check="setup"
-check("setup", setup_distributed)
+check("setup", (setup_distributed, cleanup))
 
 # %% [markdown]
 # ## Task 2 · Wrap the model

@@ -42,9 +42,15 @@ def draw_setup(draw: Draw) -> list[Values]:
 
 
 @on_two_nodes
-def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> Values:
-    """Sets up twice, then sums the private vectors over the resulting process group."""
+def observe_setup(functions: Any, inputs: Values, context: Context) -> Values:
+    """Sets up twice, then sums the private vectors over the resulting process group.
+
+    Args:
+        functions: setup_distributed and cleanup.
+    """
+    setup_distributed, cleanup = functions
     places = _observe_places(setup_distributed, context)
+    left = _observe_cleanup(cleanup)
     if any(p["rank"] != p["given rank"] for p in places if "rank" in p):
         return {"places": places}  # a real group of such ranks would never come together
     setup_distributed()
@@ -61,6 +67,7 @@ def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> V
         "sum": value.cpu().numpy(),
         "same_group": dist.group.WORLD is group,
         "places": places,
+        "left": left,
     }
 
 
@@ -93,7 +100,10 @@ class _Place:
         index = device if isinstance(device, int) else torch.device(device).index
         self.current = -1 if index is None else index
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: Any, **__: Any) -> None:
+        """Leaves the process group; raises what torch raises where there is none."""
+        if not self.joined:
+            raise AssertionError("Process group cannot be None")
         self.joined = 0
 
     def instead(self) -> dict[tuple[Any, str], Any]:
@@ -150,6 +160,18 @@ def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:
     return found
 
 
+def _observe_cleanup(cleanup: Any) -> bool:
+    """Whether `cleanup` leaves a process group; then it is called where there is none."""
+    place = _Place(rank=0, gpus=0)
+    with mock.patch.dict(os.environ, place.environment), pretending(cleanup, place.instead()):
+        place.joined = 1
+        cleanup()
+        left = not place.joined
+        place.joined = 0
+        cleanup()
+    return left
+
+
 def _judge_place(place: Values) -> str | None:
     """What is wrong at one place of the virtual cluster, or None."""
     rank, gpus = place["given rank"], place["gpus"]
@@ -196,6 +218,8 @@ def judge_setup(case: Case) -> Iterator[Finding]:
             )
         if answer.get("same_group") is not True:
             yield Finding("the second call replaced the process group.", rank)
+        if answer.get("left") is not True:
+            yield Finding("after cleanup() there is still a process group.", rank)
         if wrong := differs(
             rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12
         ):
