@@ -7,6 +7,7 @@ it finds nbgrader as it is when it has just been started.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Self
 
 from autograder.batch import pool
 from autograder.course.course import Course, CourseError
-from minidist.processes.fork_server import fork_child
+from minidist.processes.fork_server import Child, fork_child
 
 DEADLINE_S = 1800.0  # of one command
 SAID = 3000  # characters of a failed command's output that are shown
@@ -30,8 +31,9 @@ class NbGrader:
     """
 
     def __init__(self, course: Course) -> None:
-        self._child = pool.fork(_run_commands, cwd=course.root)
-        self._begun = ""
+        self._course = course
+        self._child: Child | None = None
+        self._begun: list[str] = []
 
     def __enter__(self) -> Self:
         return self
@@ -42,8 +44,7 @@ class NbGrader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._child.kill()
-        self._child.close()
+        self._end()
 
     def begin(self, command: str, *arguments: str) -> None:
         """Starts a command, such as "autograde"; returns at once.
@@ -52,27 +53,53 @@ class NbGrader:
             CourseError: the command before it failed; see `wait`.
         """
         self.wait()
-        self._begun = command
-        self._child.pipe.send([command, *arguments])
+        self._begun = [command, *arguments]
+        with contextlib.suppress(OSError):  # `wait` tries again
+            self._send()
 
     def wait(self) -> None:
         """Waits until the command that was begun has ended; without one, returns at once.
+
+        If the process was killed, or could not be started, a new one runs the command again.
 
         Raises:
             CourseError: it failed, or took over half an hour; the message has the end of what it
                 said.
         """
-        command, self._begun = self._begun, ""
-        if not command:
+        if not self._begun:
             return
+        command = self._begun[0]
         try:
-            if not self._child.pipe.poll(DEADLINE_S):
-                raise CourseError(f"nbgrader {command} took over {DEADLINE_S:.0f} s")
-            code, said = self._child.pipe.recv()
+            try:
+                code, said = self._receive()
+            except (EOFError, OSError):
+                self._end()
+                self._send()
+                code, said = self._receive()
         except (EOFError, OSError):
-            raise CourseError(f"nbgrader {command}: its process was killed") from None
+            raise CourseError(f"nbgrader {command}: its process was killed, twice") from None
+        finally:
+            self._begun = []
         if code != 0:
             raise CourseError(f"nbgrader {command} failed:\n{said[-SAID:]}")
+
+    def _send(self) -> None:
+        if self._child is None:
+            self._child = pool.fork(_run_commands, cwd=self._course.root)
+        self._child.pipe.send(self._begun)
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.close()
+
+    def _receive(self) -> tuple[int, str]:
+        if self._child is None:
+            raise EOFError
+        if not self._child.pipe.poll(DEADLINE_S):
+            raise CourseError(f"nbgrader {self._begun[0]} took over {DEADLINE_S:.0f} s")
+        return self._child.pipe.recv()
 
     def run(self, command: str, *arguments: str) -> None:
         """Runs a command, and waits for its end.
