@@ -90,8 +90,7 @@ def otter_tests(master: Notebook) -> dict[str, str]:
     """File name -> content of otter's test files, in its format of exceptions."""
     lab, files = get_lab(LAB), {}
     for name, subject in subjects(master).items():
-        # A name is looked up in the notebook, where KeyError says that it is not there.
-        value = f"env[{subject!r}]" if subject.isidentifier() else subject
+        value = ast.unparse(_FromEnv().visit(ast.parse(subject, mode="eval")))
         points = float(lab[name].points)
         files[f"{name}.py"] = (
             "from otter.test_files import test_case\n\n"
@@ -100,6 +99,13 @@ def otter_tests(master: Notebook) -> dict[str, str]:
             f"def test(env):\n    check({name!r}, {value})\n"
         )
     return files
+
+
+class _FromEnv(ast.NodeTransformer):
+    """Looks each name up in the notebook, where KeyError says that it is not there."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.parse(f"env[{node.id!r}]", mode="eval").body
 
 
 def otter_archive(master: Notebook) -> bytes:

@@ -70,7 +70,7 @@ for source in code:
     exec(source, space)
 for name, subject in checks.items():
     try:
-        space["check"](name, space[subject])
+        space["check"](name, eval(subject, space))
         found[name] = ""
     except AssertionError as error:
         found[name] = str(error)
@@ -85,7 +85,7 @@ def test_the_check_that_is_copied_judges_in_every_kind_of_world(base, passes, tm
     names = ("imports", "helpers", "task1_setup", "task3_sampler", "bucket", "task7_ddp")
     code = [*(cells[name]["source"] for name in names), stock.check_source()]
     checks = {
-        "setup": "setup_distributed",
+        "setup": "(setup_distributed, cleanup)",
         "sampler_tail": "ShardSampler",
         "ddp_gradients": "DDP",
         "ddp_overlap": "DDP",
@@ -127,7 +127,7 @@ def test_otters_tests_look_up_the_students_names():
     assert set(files) == {f"tests/{name}.py" for name in CRITERIA}
     for text in files.values():
         ast.parse(text)
-    assert "check('setup', env['setup_distributed'])" in files["tests/setup.py"]
+    assert "check('setup', (env['setup_distributed'], env['cleanup']))" in files["tests/setup.py"]
     assert "check('script', 'train_ddp.py')" in files["tests/script.py"]
     assert "@test_case(points=8.0, hidden=True)" in files["tests/train_steps.py"]
 

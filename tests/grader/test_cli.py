@@ -122,7 +122,7 @@ def test_a_file_in_place_that_nbgrader_cannot_read_is_left_out(course, monkeypat
         submissions.append(Submission(student, path))
     calls = []
     monkeypatch.setattr(
-        "autograder.gradebook.commands.NbGrader.run", lambda _, *words: calls.append(words)
+        "autograder.gradebook.commands.NbGrader.begin", lambda _, *words: calls.append(words)
     )
     fill_gradebook(submissions, [{}, {}], ClassRun(Course(course.root), LAB, 3, True))
     assert "not in the gradebook" in capsys.readouterr().err

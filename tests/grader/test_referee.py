@@ -38,7 +38,7 @@ def referee(tmp_path, request):
 
 def honest(rank, total):
     fields = {"rank": rank, "world_size": N, "device": "cpu", "backend": "gloo"}
-    fields |= {"same_group": True}
+    fields |= {"same_group": True, "left": True}
     return fields, {"sum": total}
 
 

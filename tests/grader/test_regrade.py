@@ -20,6 +20,7 @@ from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status, Verdict
 from autograder.gradebook import fill
+from autograder.gradebook.commands import NbGrader
 from autograder.gradebook.database import TIMESTAMP, note_lateness, noted_lateness, open_gradebook
 from autograder.gradebook.settled import find_settled
 from autograder.records.grading import Grading, latest, read_history
@@ -163,9 +164,14 @@ def test_a_new_configuration_has_nbgrader_look_again(taken, settled):
     assert settled() == set()
 
 
+def leave_out(monkeypatch):
+    """Leaves nbgrader's commands out."""
+    monkeypatch.setattr(NbGrader, "begin", lambda *_: None)
+
+
 def test_another_time_of_handing_in_has_nbgrader_look_again(taken, settled, monkeypatch):
     """However old the file is in which it stands, and also when it is taken away."""
-    monkeypatch.setattr(fill, "_nbgrader", lambda *_: None)
+    leave_out(monkeypatch)
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     stamp = next(s.path for s in submissions if s.student == "ada").with_name(TIMESTAMP)
@@ -185,10 +191,13 @@ def test_another_time_of_handing_in_has_nbgrader_look_again(taken, settled, monk
         assert settled() == {"ada", "kim"}
 
 
-@pytest.mark.parametrize("said", [b"garbage", b"\xff\xfe", b"9" * 60, b"2026-01-01 " * 10**6])
+@pytest.mark.parametrize(
+    "said",
+    [b"garbage", b"\xff\xfe", b"9" * 60, pytest.param(b"2026-01-01 " * 10**6, id="very long")],
+)
 def test_a_time_that_is_none_is_told_and_stops_nobody(taken, settled, monkeypatch, capsys, said):
     """nbgrader would end there, for the whole class."""
-    monkeypatch.setattr(fill, "_nbgrader", lambda *_: None)
+    leave_out(monkeypatch)
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     stamp = next(s.path for s in submissions if s.student == "ada").with_name(TIMESTAMP)
@@ -202,12 +211,12 @@ def test_a_time_that_is_none_is_told_and_stops_nobody(taken, settled, monkeypatc
 def test_what_nbgrader_cannot_take_keeps_nobody_from_feedback(taken, monkeypatch):
     asked = []
 
-    def nbgrader(_course, command, *_):
+    def nbgrader(_, command, *_arguments):
         asked.append(command)
         if command == "autograde":
             raise CourseError("one of them")
 
-    monkeypatch.setattr(fill, "_nbgrader", nbgrader)
+    monkeypatch.setattr(NbGrader, "begin", nbgrader)
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     with pytest.raises(CourseError, match="one of them"):
@@ -239,7 +248,7 @@ def test_a_score_that_is_not_in_the_gradebook_is_put_there(taken, settled):
 
 def test_nbgrader_is_asked_for_the_others_only(taken, settled, monkeypatch):
     asked = []
-    monkeypatch.setattr(fill, "_nbgrader", lambda _, *arguments: asked.append(arguments))
+    monkeypatch.setattr(NbGrader, "begin", lambda _, *arguments: asked.append(arguments))
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     class_run = stub_grading.class_run(taken)
@@ -353,7 +362,7 @@ def test_when_it_was_handed_in_goes_along(course, monkeypatch):
     """nbgrader counts late penalties by it."""
     with open_gradebook(course, create=True) as book:
         book.add_assignment(LAB)
-    monkeypatch.setattr(fill, "_nbgrader", lambda *_: None)
+    leave_out(monkeypatch)
     path = hand_in(course, "ada")
     path.with_name(TIMESTAMP).write_text("2026-11-23 10:00:00 UTC")
     record = made_record("ada", path=path)

@@ -30,7 +30,7 @@ def check(name, subject):
     channel = probe._channels
     probe._talk(channel, Message("ask", {"criterion": name}), 20.0)
     fields = {"rank": channel.rank, "world_size": channel.world_size, "device": "cpu"}
-    fields |= {"backend": "gloo", "same_group": True}
+    fields |= {"backend": "gloo", "same_group": True, "left": True}
     told = {"criterion": name, "status": "ok", "values": fields}
     answer = Message("answer", told, {"sum": total(b"practice")})
     probe._talk(channel, answer, 20.0)
