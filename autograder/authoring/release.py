@@ -223,28 +223,28 @@ def _dotted(path: Path, library: Path) -> str:
 def _needs(path: Path, name: str) -> frozenset[str]:
     """The modules that a module imports at import time; imports inside functions do not count."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    return frozenset(_imports(path.read_text("utf-8"), package))
+    return _imports(path.read_text("utf-8"), package)
 
 
 @cache  # the library is read for every lab, or every week of a term
-def _imports(text: str, package: str) -> list[str]:
-    found: list[str] = []
+def _imports(text: str, package: str) -> frozenset[str]:
+    found: set[str] = set()
     todo: list[ast.AST] = list(ast.parse(text).body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
-            found += (f"{base}.{alias.name}" for alias in node.names)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             todo += node.orelse
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             todo += ast.iter_child_nodes(node)
-    return found
+    return frozenset(found)
 
 
 def _remove_module(lib: Path, name: str) -> None:
