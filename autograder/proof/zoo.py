@@ -1,19 +1,7 @@
 """The bundled class: wrong, unusual and right submissions, each a small change of the reference.
 
-tests/zoo/LAB/NAME.py is a percent script:
-
-    '''Sums the gradients instead of averaging them.
-
-    loses: ddp_gradients, ddp_unused
-    because: the mean is the idea of both
-    status: ddp_unused TIMEOUT
-    '''
-
-    # %% replaces="task7_ddp"
-    class DDP(nn.Module): ...
-
-A cell replaces the whole solution cell of that name; the other solution cells come from the
-reference. The docstring has these lines:
+A file tests/zoo/LAB/NAME.py replaces whole solution cells of the reference, NAME.diff single lines
+of them (`zoo_file.py`). What it says of the submission has these lines:
 
 - `loses:` lists criteria; also possible: `nothing`, `everything`.
 - `base: starter` (optional) takes the other solution cells from the untouched lab.
@@ -24,20 +12,21 @@ reference. The docstring has these lines:
 
 from __future__ import annotations
 
-import ast
 import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from nbformat import NotebookNode
 
 from autograder.authoring.notebooks import COURSE_ROOT, build_notebook, release_notebook, to_bytes
-from autograder.authoring.percent import BuildError, read_cells
+from autograder.authoring.percent import BuildError
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Gate
+from autograder.proof.zoo_file import SUFFIXES, read_zoo_file, without_markers
 
 MAX_COMBINED = 8  # parts of one submission, so that all its failing checks fit into its time
 
@@ -85,9 +74,11 @@ def load_zoo(lab: str, pattern: str = "*", *, root: Path = COURSE_ROOT) -> list[
             `loses:` line; the message names the file.
     """
     folder = root / "tests" / "zoo" / lab
-    files = sorted(file for file in folder.glob("[!_]*.py") if file.match(f"{pattern}.py"))
+    files = sorted(f for f in folder.glob(pattern + ".*") if f.suffix in SUFFIXES)
     if not files:
         raise BuildError(f"{folder}: no submissions; expected NAME.py files in a checkout")
+    if twice := [a.stem for a, b in pairwise(files) if a.stem == b.stem]:
+        raise BuildError(f"{folder}: both {twice[0]}.py and {twice[0]}.diff")
     reference = build_notebook(root / "solutions" / lab / f"{lab}.py")
     starter = release_notebook(reference, lab)
     return [_load_entry(py, lab, reference, starter) for py in files]
@@ -132,19 +123,14 @@ def write_class(
 
 
 def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNode) -> ZooEntry:
-    text = py.read_text("utf-8")
-    try:
-        docstring = ast.get_docstring(ast.parse(text)) or ""
-    except SyntaxError as error:
-        raise BuildError(f"{py}: not Python (is a magic not commented?): {error}") from error
+    docstring, changes = read_zoo_file(py)
     base = _line(docstring, "base") or "reference"
     if base not in ("reference", "starter"):
         raise BuildError(f"{py}: base must be reference or starter, got {base!r}")
-    replaced = _replaced_cells(py, text)
 
     notebook = copy.deepcopy(starter)
     if base == "reference":
-        solutions = {cell.id: _without_markers(cell.source) for cell in reference.cells}
+        solutions = {cell.id: without_markers(cell.source) for cell in reference.cells}
         for cell in notebook.cells:
             if cell.metadata.get("nbgrader", {}).get("solution"):
                 cell.source = solutions[cell.id]
@@ -153,13 +139,14 @@ def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNo
         for cell in notebook.cells
         if cell.metadata.get("nbgrader", {}).get("solution")
     }
-    for name, source in replaced.items():
+    replaced = {}
+    for name, change in changes.items():
         if name not in by_id:
             raise BuildError(
-                f"{py}: replaces={name!r}, but {lab} has no such solution cell; "
+                f"{py}: changes {name!r}, but {lab} has no such solution cell; "
                 f"it has: {', '.join(by_id)}"
             )
-        by_id[name].source = source
+        replaced[name] = by_id[name].source = change(by_id[name].source)
 
     criteria = {criterion.name for criterion in get_lab(lab).criteria}
     loses, statuses = _expectations(py, docstring, criteria)
@@ -224,21 +211,6 @@ def _combined(parts: Sequence[ZooEntry]) -> ZooEntry:
     )
 
 
-def _replaced_cells(py: Path, text: str) -> dict[str, str]:
-    replaced: dict[str, str] = {}
-    cells, _ = read_cells(text, where=str(py))
-    for number, cell in enumerate(cells):
-        name = cell.options.get("replaces")
-        is_docstring = number == 0 and not cell.options
-        if name is None and not is_docstring and cell.cell_type == "code" and cell.source.strip():
-            raise BuildError(f'{py}: cell {number + 1} has no replaces="name of a solution cell"')
-        if name in replaced:
-            raise BuildError(f"{py}: replaces {name!r} twice")
-        if name is not None:
-            replaced[name] = _without_markers(cell.source)
-    return replaced
-
-
 def _expectations(
     py: Path, docstring: str, criteria: set[str]
 ) -> tuple[frozenset[str] | Literal["everything"], dict[str, str]]:
@@ -269,11 +241,3 @@ def _line(docstring: str, key: str) -> str:
     pattern = rf"^{key}:[ \t]*((?:.*,[ \t]*\n)*.*(?:\n[ \t]+\S.*)*)"
     match = re.search(pattern, docstring, re.MULTILINE)
     return " ".join(match[1].split()) if match else ""
-
-
-def _without_markers(source: str) -> str:
-    """The solution without nbgrader's BEGIN/END SOLUTION lines, as a student would write it."""
-    lines = source.split("\n")
-    return "\n".join(
-        line for line in lines if not re.match(r"\s*### (BEGIN|END) SOLUTION\s*$", line)
-    )

@@ -451,6 +451,57 @@ def test_zoo_entries_are_the_reference_with_cells_replaced(course):
     assert [entry.expected_score(points) for entry in entries.values()] == [2.5, 0.0, 0.5]
 
 
+DIFF = '''\
+Triples.
+
+loses: doubles
+
+@@ double_it
+ def double_it(x):
+-    """Twice x."""
+-    return 2 * x  # SECRET
++    return 3 * x
+'''
+
+
+def diff_of(course, text):
+    (course / "tests/zoo/lab9_small/triples.py").unlink(missing_ok=True)
+    (course / "tests/zoo/lab9_small/triples.diff").write_text(text)
+    return zoo.load_zoo("lab9_small", "trip*", root=course)
+
+
+def test_a_diff_makes_the_same_submission_as_a_whole_cell(course):
+    (whole,) = zoo.load_zoo("lab9_small", "triples", root=course)
+    (diff,) = diff_of(course, DIFF)
+    assert diff.replaced == whole.replaced
+    assert (diff.name, diff.docstring) == ("triples", "Triples.\n\nloses: doubles")
+    assert diff.notebook == whole.notebook
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("return 2 * x", "return 4 * x", "one place with these lines, found 0:\ndef double_it"),
+        ("@@ double_it\n", "@@ double_it\n+import os\n\n@@ double_it\n", "found 4:"),
+        ("@@ double_it", "@@ tripel", "no such solution cell"),
+        ("-    ", "     ", "a part of double_it changes nothing"),
+        ("-    return", "return", r"expected ' ', '-' or '\+' before 'return 2"),
+    ],
+)
+def test_mistakes_in_a_diff_are_named(course, old, new, message):
+    text = DIFF.replace(old, new)
+    if "nothing" in message:
+        text = text.replace("+    return 3 * x\n", "")
+    with pytest.raises(notebooks.BuildError, match=message):
+        diff_of(course, text)
+
+
+def test_a_submission_has_one_file(course):
+    (course / "tests/zoo/lab9_small/triples.diff").write_text(DIFF)
+    with pytest.raises(notebooks.BuildError, match=r"both triples\.py and triples\.diff"):
+        zoo.load_zoo("lab9_small", root=course)
+
+
 @pytest.mark.parametrize("layout", ["nbgrader", "flat"])
 def test_write_class(course, tmp_path, layout):
     dest = tmp_path / "class"
@@ -466,7 +517,7 @@ def test_write_class(course, tmp_path, layout):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('replaces="double_it"', 'replaces="tripel"', r"triples\.py: replaces='tripel'"),
+        ('replaces="double_it"', 'replaces="tripel"', r"triples\.py: changes 'tripel'"),
         ('replaces="double_it"', 'replaces="doubles"', "no such solution cell"),
         ("loses: doubles", "loses: sings", "no such criteria: .'sings'"),
         ("loses: doubles", "is wrong", "needs a line"),
