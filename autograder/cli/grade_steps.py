@@ -184,8 +184,7 @@ class GradeCommand:
         """Ends nbgrader's process, if it was begun and nothing was filled in."""
         nbgrader, self.nbgrader = self.nbgrader, None
         if nbgrader is not None:
-            with nbgrader:
-                return
+            nbgrader.close()
 
     def say_what_is_left(self) -> int:
         """Names the written files and the students with INFRA; returns the exit code."""

@@ -44,7 +44,14 @@ class NbGrader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end()
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.close()
 
     def begin(self, command: str, *arguments: str) -> None:
         """Starts a command, such as "autograde"; returns at once.
@@ -57,23 +64,26 @@ class NbGrader:
         with contextlib.suppress(OSError):  # `wait` tries again
             self._send()
 
-    def wait(self) -> None:
+    def wait(self) -> str:
         """Waits until the command that was begun has ended; without one, returns at once.
 
         If the process was killed, or could not be started, a new one runs the command again.
+
+        Returns:
+            what the command said.
 
         Raises:
             CourseError: it failed, or took over half an hour; the message has the end of what it
                 said.
         """
         if not self._begun:
-            return
+            return ""
         command = self._begun[0]
         try:
             try:
                 code, said = self._receive()
             except (EOFError, OSError):
-                self._end()
+                self.close()
                 self._send()
                 code, said = self._receive()
         except (EOFError, OSError):
@@ -82,17 +92,12 @@ class NbGrader:
             self._begun = []
         if code != 0:
             raise CourseError(f"nbgrader {command} failed:\n{said[-SAID:]}")
+        return said
 
     def _send(self) -> None:
         if self._child is None:
             self._child = pool.fork(_run_commands, cwd=self._course.root)
         self._child.pipe.send(self._begun)
-
-    def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.close()
 
     def _receive(self) -> tuple[int, str]:
         if self._child is None:
@@ -101,14 +106,14 @@ class NbGrader:
             raise CourseError(f"nbgrader {self._begun[0]} took over {DEADLINE_S:.0f} s")
         return self._child.pipe.recv()
 
-    def run(self, command: str, *arguments: str) -> None:
-        """Runs a command, and waits for its end.
+    def run(self, command: str, *arguments: str) -> str:
+        """Runs a command; returns what it said.
 
         Raises:
             CourseError: see `wait`.
         """
         self.begin(command, *arguments)
-        self.wait()
+        return self.wait()
 
 
 # --- in the process -------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ import hashlib
 import hmac
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -22,13 +20,12 @@ from nbgrader.exchange.default.release_feedback import ExchangeReleaseFeedback
 
 from autograder.course.course import Course, CourseError
 from autograder.files import write_whole
+from autograder.gradebook.commands import NbGrader
 from autograder.gradebook.database import TIMESTAMP
 from autograder.gradebook.incoming import SECRET
 from autograder.gradebook.roster import may_be_id
 from autograder.submission.find import display_name
 
-COMMAND_WITHIN_S = 600.0
-_SAID = 2000  # characters of a failed command's output that are shown
 _AGAIN_S = 600.0  # until what failed is tried again
 _ONE_BY_ONE = 4  # students who are collected one by one, so that nbgrader stumbles over one only
 
@@ -68,13 +65,13 @@ class Exchange:
     """
 
     def __init__(self, course: Course) -> None:
-        from nbgrader.apps import NbGrader
+        from nbgrader.apps import NbGrader as App
         from nbgrader.coursedir import CourseDirectory
         from nbgrader.exchange.default import Exchange as Places
 
         self.course = course
         with contextlib.chdir(course.root):
-            app = NbGrader()
+            app = App()
             app.log.setLevel(logging.ERROR)
             app.load_config_file()
         directory = CourseDirectory(config=app.config)
@@ -105,7 +102,7 @@ class Exchange:
             of.setdefault(name.partition(f"+{lab}+")[0], set()).add(name)
         if len(of) > _ONE_BY_ONE:
             with contextlib.suppress(CourseError):
-                yield from _warnings(run_nbgrader(self.course, "collect", lab, "--update"))
+                yield from self._collect(lab)
                 done |= new
                 return
         for student, names in sorted(of.items()):
@@ -113,11 +110,17 @@ class Exchange:
                 if not may_be_id(student):
                     raise CourseError("that is no name of a student")
                 only = f"--student={glob.escape(student)}"
-                yield from _warnings(run_nbgrader(self.course, "collect", lab, "--update", only))
+                yield from self._collect(lab, only)
                 done |= names
             except CourseError as error:
                 yield f"{display_name(student)} cannot be collected: {_last_line(error)}"
         self._failed[lab] = there - done, now + _AGAIN_S
+
+    def _collect(self, lab: str, *only: str) -> Iterator[str]:
+        """Yields what nbgrader says of a submission that claims to be of somebody else."""
+        with NbGrader(self.course) as nbgrader:
+            said = nbgrader.run("collect", lab, "--update", *only)
+        yield from (line.strip() for line in said.splitlines() if "cheating attempt" in line)
 
     def release(self, lab: str, students: Collection[str]) -> None:
         """Has nbgrader release the feedback of these students; that of others stays where it is.
@@ -127,12 +130,9 @@ class Exchange:
         """
         everybody = [each.name for each in (self.course.build / "nbgrader" / "feedback").iterdir()]
         others = sorted(name for name in everybody if name not in students and "," not in name)
-        run_nbgrader(
-            self.course,
-            "release_feedback",
-            lab,
-            f"--CourseDirectory.student_id_exclude={','.join(others)}",
-        )
+        but = f"--CourseDirectory.student_id_exclude={','.join(others)}"
+        with NbGrader(self.course) as nbgrader:
+            nbgrader.run("release_feedback", lab, but)
 
     def put_page(self, secret: str, lab: str, page: bytes) -> None:
         """Puts a page where a student fetches feedback; feedback will take its place."""
@@ -152,35 +152,6 @@ def read_secret(notebook: Path) -> str:
         return path.read_text("utf-8") if path.is_file() and not path.is_symlink() else ""
     except (OSError, ValueError):
         return ""
-
-
-def run_nbgrader(course: Course, command: str, *arguments: str) -> str:
-    """Runs a command of nbgrader in the course; returns what it said.
-
-    Raises:
-        CourseError: it failed, or took over ten minutes.
-    """
-    try:
-        done = subprocess.run(
-            # -P: not the code of a course's clone, but this grader's.
-            [sys.executable, "-P", "-m", "nbgrader", command, *arguments],
-            cwd=course.root,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_WITHIN_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise CourseError(f"nbgrader {command} took over {COMMAND_WITHIN_S:.0f} s") from None
-    if done.returncode != 0:
-        raise CourseError(f"nbgrader {command} failed:\n{(done.stdout + done.stderr)[-_SAID:]}")
-    return done.stdout + done.stderr
-
-
-def _warnings(said: str) -> Iterator[str]:
-    """What nbgrader says of a submission that claims to be of somebody else than its owner."""
-    yield from (line.strip() for line in said.splitlines() if "cheating attempt" in line)
 
 
 def _last_line(error: CourseError) -> str:
