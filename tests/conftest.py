@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -134,7 +135,9 @@ def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A pytest-xdist that does not know groups would make a module's fixture in every process."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # a second one would wait, busily, for a core of other tests
+    # A pytest-xdist that does not know groups would make a module's fixture in every process.
     if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup"):
         groups = [item for item in session.items if item.get_closest_marker("xdist_group")]
         assert all("@" in item.nodeid for item in groups), "this pytest breaks --dist loadgroup"
