@@ -34,7 +34,7 @@ from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.processes.calls import Call, at_terminate, disagreement, last_calls
 from minidist.processes.fork_server import Child, fork
 from minidist.processes.lifetime import keep_backends
-from minidist.processes.ports import free_port, let_go
+from minidist.processes.ports import free_port, gloo_at_home, let_go
 from minidist.processes.stacks import ask, tell_when_asked
 
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
@@ -78,7 +78,8 @@ def run(
     ranks: list[_Rank] = []
     try:
         for rank in range(nprocs):
-            variables = dict(os.environ) | dict(env or {}) | _rank_env(rank, nprocs, port)
+            given = gloo_at_home() | os.environ | dict(env or {})
+            variables = given | _rank_env(rank, nprocs, port)
             ranks.append(_Rank(rank, fork(_rank_main, job, env=variables)))
         _collect(ranks, time.monotonic() + deadline_s, deadline_s)
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +40,14 @@ class Result:
         return next(r for r in self.reply["minidist"]["ranks"] if r["rank"] == rank)
 
 
+def place_of_sockets() -> str:
+    """Where a kernel with transport "ipc" has its sockets, in place of an address.
+
+    A port that is free when jupyter looks may be taken by the time that the kernel has started.
+    """
+    return f"{tempfile.gettempdir()}/{uuid.uuid4().hex[:8]}"
+
+
 class Kernel:
     """A running front with its client."""
 
@@ -48,7 +58,7 @@ class Kernel:
         manager: type[KernelManager] = KernelManager,
         **options: Any,
     ) -> None:
-        self.manager = manager(kernel_name=name)
+        self.manager = manager(kernel_name=name, transport="ipc", ip=place_of_sockets())
         self.manager.start_kernel(extra_arguments=list(arguments), **options)
         self.client = self.manager.client()
         self.client.start_channels()

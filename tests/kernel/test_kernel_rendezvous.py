@@ -62,3 +62,7 @@ def test_without_such_code_nothing_is_said(ranks):
 
 def test_processes_that_a_cell_starts_meet_where_the_cell_says(ranks):
     assert ranks.ok(SPAWN).text().startswith("[0, 0]\n")
+
+
+def test_gloo_meets_on_the_loopback(ranks):
+    assert ranks.ok("print(os.environ['GLOO_SOCKET_IFNAME'])").text().startswith("lo\n")

@@ -12,6 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 from course import ROOT
+from kernel_helper import place_of_sockets
 from nbclient import NotebookClient
 
 from minidist import launch
@@ -78,7 +79,10 @@ def text_of(cell: nbformat.NotebookNode) -> str:
 def run_without_errors(notebook: nbformat.NotebookNode, folder: Path) -> None:
     """Runs it in its own kernel; neither errors nor tracebacks of other programs may show."""
     where = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=120, allow_errors=True, resources=where).execute()
+    client = NotebookClient(notebook, timeout=120, allow_errors=True, resources=where)
+    manager = client.create_kernel_manager()
+    manager.transport, manager.ip = "ipc", place_of_sockets()
+    client.execute()
     for cell in notebook.cells:
         assert [o for o in cell.outputs if o.output_type == "error"] == [], name_of(cell)
         assert "Traceback" not in text_of(cell), f"{name_of(cell)}:\n{text_of(cell)}"

@@ -47,6 +47,15 @@ def test_ranks_can_meet_and_return_tensors():
     assert [t.item() for t in run(sum_over_gloo, 3)] == [6.0, 6.0, 6.0]
 
 
+def test_gloo_meets_on_the_loopback_unless_somebody_says_where(monkeypatch):
+    """The host's own name may lead to an address of a VPN, at which nobody answers."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert run(os.getenv, 2, "GLOO_SOCKET_IFNAME") == ["lo", "lo"]
+    assert run(os.getenv, 1, "GLOO_SOCKET_IFNAME", env={"GLOO_SOCKET_IFNAME": "eth7"}) == ["eth7"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    assert run(os.getenv, 1, "GLOO_SOCKET_IFNAME") == ["eth8"]
+
+
 def test_ranks_meet_inside_a_process_of_torchrun_too(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # its agent serves another store
     assert [t.item() for t in run(sum_over_gloo, 2)] == [3.0, 3.0]

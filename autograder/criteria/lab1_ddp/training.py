@@ -64,24 +64,25 @@ class InHostMemory(torch.Tensor):
 
 
 class DrawnSampler(Sampler[int]):
-    """Yields the index list of the epoch that was set; epoch 0 until `set_epoch` is called.
+    """Yields the index list of the epoch that was set, and `before` until one is.
 
-    An epoch number out of range is clamped. So a wrong number shows in the weights, and not as an
-    error in an innocent line of the student's code.
+    So it comes out of an earlier training, and epoch 0 has to be set like any other. An epoch
+    number out of range is clamped, so that a wrong number shows in the weights, and not as an error
+    in an innocent line of the student's code.
     """
 
-    def __init__(self, per_epoch: np.ndarray) -> None:
-        self.per_epoch, self.epoch = per_epoch.tolist(), 0
+    def __init__(self, per_epoch: np.ndarray, before: np.ndarray) -> None:
+        self.per_epoch, self.now = per_epoch.tolist(), before.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch's list."""
-        self.epoch = min(max(int(epoch), 0), len(self.per_epoch) - 1)
+        self.now = self.per_epoch[min(max(int(epoch), 0), len(self.per_epoch) - 1)]
 
     def __iter__(self):
-        return iter(self.per_epoch[self.epoch])
+        return iter(self.now)
 
     def __len__(self) -> int:
-        return len(self.per_epoch[self.epoch])
+        return len(self.now)
 
 
 class NextSampler(DrawnSampler):
@@ -90,7 +91,7 @@ class NextSampler(DrawnSampler):
     visits = 0
 
     def __iter__(self):
-        self.epoch = min(self.visits, len(self.per_epoch) - 1)
+        self.set_epoch(self.visits)
         self.visits += 1
         return super().__iter__()
 
@@ -109,13 +110,14 @@ def draw_train_steps(draw: Draw) -> list[Values]:
         batch = oracle.draw_batch(rng, rows, TRAIN_SIZES)
         first = rng.permutation(rows)[: _size(rank)]
         inputs.append(start | _own_rows(draw.world_size, rank, batch) | {"hot": False})
-        inputs[-1]["order"] = np.stack([first] * 2) + rank * rows
+        inputs[-1]["before"] = first + rank * rows
+        inputs[-1]["order"] = np.stack([inputs[-1]["before"]] * 2)
     return inputs
 
 
 def draw_train_epochs(draw: Draw) -> list[Values]:
-    """Three epochs with other samples in each."""
-    rows = EPOCHS * PER_RANK
+    """Three epochs with other samples in each, and still others in the epoch that is set before."""
+    rows = (EPOCHS + 1) * PER_RANK
     width = draw.world_size * rows
     inputs = []
     for rank in range(draw.world_size):
@@ -123,10 +125,11 @@ def draw_train_epochs(draw: Draw) -> list[Values]:
         x = np.eye(width, dtype=np.float32)[rank * rows : (rank + 1) * rows]
         y = rng.choice((-1, 1), (rows, OUTPUTS)) * rng.uniform(1, 2, (rows, OUTPUTS))
         values = _own_rows(draw.world_size, rank, {"x": x, "y": y.astype(np.float32)})
-        order = rng.permutation(rows)[: EPOCHS * _size(rank)].reshape(EPOCHS, -1)
+        drawn = rng.permutation(rows)[: (EPOCHS + 1) * _size(rank)].reshape(EPOCHS + 1, -1)
+        *order, before = drawn + rank * rows
         zeros = np.zeros((OUTPUTS, width), dtype=np.float32)
-        values |= {"p0": zeros, "order": order + rank * rows, "hot": True, "any epoch": False}
-        inputs.append(values)
+        values |= {"p0": zeros, "order": np.stack(order), "before": before, "hot": True}
+        inputs.append(values | {"any epoch": False})
     return inputs
 
 
@@ -176,7 +179,7 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     losses = train(
         wrapped,
         RowsOfThisRank(inputs["x"], inputs["y"], in_host=not hot),
-        NextSampler(order) if hot and inputs["any epoch"] else DrawnSampler(order),
+        (NextSampler if hot and inputs["any epoch"] else DrawnSampler)(order, inputs["before"]),
         oracle.ordered(loss, answer),
         num_epochs=len(order),
         batch_size=BATCH_SIZE,

@@ -73,3 +73,14 @@ def _is_free(port: int) -> bool:
                 return False
             raise
     return True
+
+
+def gloo_at_home() -> dict[str, str]:
+    """The environment variable by which gloo's ranks on one machine meet on its loopback interface.
+
+    By default they meet at the address of the host's own name. That may be no address, or one of a
+    VPN that lets nothing through, and then they wait for minutes. Empty without such an interface.
+    """
+    names = {name for _, name in socket.if_nameindex()}
+    found = next((name for name in ("lo", "lo0") if name in names), None)
+    return {} if found is None else {"GLOO_SOCKET_IFNAME": found}

@@ -25,7 +25,7 @@ from typing import Any
 from minidist.kernel.link import Link, endpoint
 from minidist.processes import fork_server
 from minidist.processes.lifetime import adopt_orphans
-from minidist.processes.ports import free_port
+from minidist.processes.ports import free_port, gloo_at_home
 from minidist.processes.tree import children, descendants, kill_descendants
 
 # How soon the launcher looks again for ranks that its agent has forked.
@@ -127,6 +127,8 @@ def _launch(config: dict[str, Any]) -> None:
     # taken it since, the loop tries again. Several nodes must agree on one port, so the front has
     # chosen it.
     share = config.get("share")
+    if not share:
+        os.environ.update(gloo_at_home() | os.environ)
     for attempt in range(1 if share else 5):
         own = f"127.0.0.1:{free_port()}"
         num_nodes, node = (share["num_nodes"], share["node"]) if share else (1, 0)
