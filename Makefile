@@ -51,7 +51,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	@$(BIN)/python -m autograder.authoring.desk
 	@args="$(LAB_ARGS)"; [ "$$(id -u)" != 0 ] || args="--allow-root $$args"; cd work; \
 	  export JUPYTER_CONFIG_PATH="$(CURDIR)/autograder/authoring/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
-	  exec "$(CURDIR)/$(BIN)/jupyter" lab --LabApp.default_url="/lab/tree/Course.md" $$args
+	  exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
 test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 13 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.authoring --check

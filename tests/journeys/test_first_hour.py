@@ -39,14 +39,7 @@ def course(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    [first] = re.findall(r'--LabApp.default_url="([^"]*)"', makefile)
-    with jupyter_lab(
-        course / "work",
-        tmp_path,
-        f"--LabApp.default_url={first}",
-        JUPYTER_CONFIG_PATH=str(SETTINGS),
-    ) as address:
+    with jupyter_lab(course / "work", tmp_path, JUPYTER_CONFIG_PATH=str(SETTINGS)) as address:
         page = browser.new_page(viewport={"width": 1280, "height": 860})
         page.set_default_timeout(120_000)
         errors: list[str] = []
@@ -99,6 +92,11 @@ def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
         lab.command("apputils:change-theme", theme="JupyterLab Dark")
         lab.show("see_wrap")
         picture(page, "hang_dark")
+        in_dark = page.evaluate(
+            "getComputedStyle(document.querySelector('.jp-OutputArea-output')"
+            ".appendChild(document.createElement('img'))).filter"
+        )
+        assert "invert" in in_dark, in_dark  # a figure's white ground would shine
         lab.command("notebook:interrupt-kernel")
         page.wait_for_function(
             "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
