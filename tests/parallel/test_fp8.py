@@ -87,6 +87,17 @@ def test_a_scale_per_tensor_is_a_cast_between_two_multiplications():
         assert torch.equal(made.numbers(), cast.float() * scale)
 
 
+def test_a_product_is_what_torch_computes_from_fp8():
+    a, b = numbers((32, 64), 1), numbers((48, 64), 2)
+    qa, qb = quantize(a, BlockScaling()), quantize(b, BlockScaling())
+    expected = torch._scaled_mm(
+        *(qa.values, qb.values.t(), qa.scales.view(()), qb.scales.view(())),
+        out_dtype=torch.float32,
+    )
+    got = fp8_product(a, b, BlockScaling(), BlockScaling())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * got.abs().max().item())
+
+
 def test_scales_of_mxfp8_are_powers_of_two_and_may_cut_the_largest():
     x = torch.tensor([[1.99 * 2.0**-20] * 32 + [448.0] * 32 + [480.0] * 32])
     made = quantize(x, SCALINGS["mx"])
