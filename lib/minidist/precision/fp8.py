@@ -15,11 +15,11 @@ has range enough for all of them. Values are stored in torch's float8 dtypes. Pr
 simulated: the rounded numbers are multiplied in fp32, as tensor cores multiply fp8 exactly and add
 in (about) fp32.
 
->>> x = torch.tensor([[1.0, 2.0, 3.0, 1e6]])
->>> quantize(x, BlockScaling()).numbers()  # 1, 2 and 3 are below half of e4m3's smallest number
-tensor([[0.0000e+00, 0.0000e+00, 0.0000e+00, 1.0000e+06]])
->>> quantize(x, BlockScaling(columns=2)).numbers()
-tensor([[1.0000e+00, 2.0000e+00, 0.0000e+00, 1.0000e+06]])
+>>> x = torch.tensor([[0.5, 1.0, 2.0, 4480000.0]])  # one scale: 10,000, and 0.0002 is too small
+>>> quantize(x, BlockScaling()).numbers().tolist()
+[[0.0, 0.0, 0.0, 4480000.0]]
+>>> quantize(x, BlockScaling(columns=2)).numbers().tolist()  # 2 shares its scale with an outlier
+[[0.5, 1.0, 0.0, 4480000.0]]
 """
 
 from __future__ import annotations
