@@ -21,12 +21,13 @@
 # - scale the learning rate with the batch, warm it up, and say when the rule ends;
 # - estimate the critical batch size from gradients that data parallelism has anyway;
 # - choose a gradient compression, and say why it needs error feedback;
+# - train over a wire between data centres with local SGD and DiLoCo;
 # - explain what an asynchronous parameter server gains, and what a stale gradient costs.
 #
 # It takes about 80 minutes. The kernel is *torchrun × 2* as in most lectures, but here each cell
 # begins with `%%rank 0`: where several ranks are needed, a cell starts fresh ones, as plain
 # processes (`minidist.launch`) or on the emulated cluster (real processes, exact virtual time).
-# Networks are trained on GPUs where there are any; the emulated cluster needs none. Six times the
+# Networks are trained on GPUs where there are any; the emulated cluster needs none. Seven times the
 # lecture asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
@@ -1347,6 +1348,144 @@ display(
 )
 
 # %% [markdown]
+# ### Two data centres: DiLoCo
+#
+# How far can H go? Between two data centres one would like hundreds of steps without a message. But
+# the plain mean throws something away: each rank's own steps went in a direction, all of them
+# agree on a part of it, and the mean forgets that after every meeting. **DiLoCo**
+# ([arXiv 2311.08105](https://arxiv.org/abs/2311.08105)) remembers. What the ranks have moved is a
+# gradient for a second, *outer* optimizer: SGD with Nesterov momentum. AdamW does the inner steps.
+# This is the meeting:
+
+# %%
+# %%rank 0
+import inspect
+
+from minidist.parallel.local_sgd import DiLoCo, LocalSGD
+
+print(inspect.getsource(DiLoCo.average).split('"""')[2])
+
+# %% [markdown]
+# We train on four ranks of the emulated cluster, two in each data centre. A step computes for one
+# second. Between the centres are 20 ms, and for our small network the wire is as slow as
+# 10 Gbit/s is for a billion parameters in fp32: 3.2 s for one copy of the model.
+
+# %%
+# %%rank 0
+far_guess = predict(
+    "H = 20: how many times as many steps per hour as DDP, over this wire?", guess=None, unit="x"
+)
+far_guess
+
+
+# %%
+# %%rank 0
+PERIOD, FAR_STEPS = 20, 120 if quick else 240
+
+
+def far_apart(way: str, steps: int) -> list[float]:
+    """Loss after every fifth step, on a rank; the rank's own model between two meetings."""
+    torch.set_num_threads(1)
+    net = make_mlp()
+    model = emulate.Charged(net, 0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-4)
+    take_step = optimizer.step
+    if way == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        take_step = {"local SGD": LocalSGD, "DiLoCo": DiLoCo}[way](net, optimizer, PERIOD).step
+    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for step in range(1, steps + 1):
+        pick = torch.randint(len(train_x), (16,), generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(model(train_x[pick]), train_y[pick]).backward()
+        take_step()
+        if step % 5 == 0:
+            with torch.no_grad():
+                losses.append(cross_entropy(net(train_x[:1024]), train_y[:1024]).item())
+    return losses
+
+
+near = emulate.Link(bandwidth_bytes_per_s=50e9, latency_s=10e-6)
+model_bytes = 4 * sum(p.numel() for p in make_mlp().parameters())
+far = emulate.Link(bandwidth_bytes_per_s=model_bytes / (4e9 / 1.25e9), latency_s=20e-3)
+centres = emulate.Cluster(
+    name="two data centres",
+    nodes=2,
+    devices_per_node=2,
+    intra_node=near,
+    inter_node=far,
+    peak_flops_per_s=1e12,
+    memory_bandwidth_bytes_per_s=1e12,
+)
+one_second = emulate.ChargePlan((0.3,), (0.7,), b"lecture 4, far apart")
+far_losses, far_times = {}, {}
+for way in ("DDP", "local SGD", "DiLoCo"):
+    every_rank, trace = run_traced(far_apart, 4, way, FAR_STEPS, plan=one_second)
+    far_losses[way] = every_rank[0]
+    far_times[way] = [step.end_s for step in emulate.simulate(trace, centres).steps][4::5]
+plot_lines(
+    far_times,
+    far_losses,
+    markers=False,
+    xlabel="seconds on the emulated cluster",
+    ylabel="loss",
+    title="Three trainings of as many steps",
+)
+
+
+# %%
+# %%rank 0
+def step_s(way: str) -> float:
+    """Seconds per step after the first meeting; before it, rank 0's weights are sent to all."""
+    return (far_times[way][-1] - far_times[way][PERIOD // 5 - 1]) / (FAR_STEPS - PERIOD)
+
+
+def seconds_to(way: str, loss: float) -> float:
+    return next(t for t, found in zip(far_times[way], far_losses[way], strict=True) if found < loss)
+
+
+display(
+    far_guess.reveal(step_s("DDP") / step_s("DiLoCo")),
+    claim(
+        "seconds per step with DDP: 1 for compute, the rest is a ring of four over the wire",
+        step_s("DDP"),
+        1 + 2 * 3 / 4 * 3.2 + 6 * 0.02,
+        rtol=0.01,
+    ),
+    claim(
+        "... with DiLoCo: that ring every 20 steps",
+        step_s("DiLoCo"),
+        1 + (2 * 3 / 4 * 3.2 + 6 * 0.02) / PERIOD,
+        rtol=0.01,
+    ),
+    claim(
+        "loss after as many steps: DiLoCo / local SGD",
+        far_losses["DiLoCo"][-1] / far_losses["local SGD"][-1],
+        ("<", 0.6),
+    ),
+    claim(
+        "seconds to a loss of 0.5: DDP / DiLoCo",
+        seconds_to("DDP", 0.5) / seconds_to("DiLoCo", 0.5),
+        (">", 4),
+    ),
+    claim(
+        "steps between two meetings in the paper, with 8 workers as good as synchronous training",
+        500,
+        status="cited",
+        authority="Douillard et al., arXiv 2311.08105",
+    ),
+)
+
+# %% [markdown]
+# The curves of local SGD and DiLoCo cost the same time. The outer momentum makes the difference: it
+# acts like a larger learning rate on what all ranks agree on. At this small inner rate it even
+# needs fewer steps than DDP; at a large one it overshoots ("Try it"). With outer rate 1 and no
+# momentum DiLoCo *is* local SGD. In a real cluster each "rank" is a whole data centre, with DDP or
+# FSDP inside. [Streaming DiLoCo](https://arxiv.org/abs/2501.18512) sends the model in parts beside
+# the inner steps, so that no step waits.
+
+# %% [markdown]
 # ## 6 · Wait for nobody: the asynchronous parameter server
 #
 # All of the above is **synchronous**: a step uses the gradients of all ranks, and takes as long as
@@ -1762,7 +1901,8 @@ display(
 # - Warm-up starts above 0 and reaches the peak.
 # - Compression helps where the network is the bottleneck. Error feedback keeps what did not travel.
 #   Top-k's traffic grows with N.
-# - Local SGD sends parameters every H steps. It is another algorithm.
+# - Local SGD sends parameters every H steps. It is another algorithm. DiLoCo adds an outer
+#   optimizer with momentum, and works over a slow wire between data centres.
 # - Asynchronous servers do not wait, and pay with stale gradients, which need small rates.
 #
 # ## Questions
@@ -1828,8 +1968,19 @@ display(
 #
 # </details>
 #
+# 7. DiLoCo needs H times fewer bytes than DDP. What does a rank pay for it?
+#
+# <details><summary>Answer</summary>
+#
+# Two more numbers per parameter (the weights of the last meeting, and the outer momentum), two more
+# numbers to tune, and replicas that differ between meetings: evaluate and save after one.
+#
+# </details>
+#
 # ## Try it
 #
+# - Give DiLoCo an inner rate of 0.003 in section 5. What does the outer momentum do now, and which
+#   `outer_lr` mends it?
 # - Train with 4, 8 and 16 accumulation steps at the same global batch. Are the loss curves the
 #   same? To how many digits?
 # - Replace SGD by Adam in section 3. Which rule, linear or square root, keeps the curves together?
@@ -1857,6 +2008,8 @@ display(
 #   [arXiv 1901.09847](https://arxiv.org/abs/1901.09847)
 # - *Local SGD Converges Fast and Communicates Little*,
 #   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767)
+# - *DiLoCo: Distributed Low-Communication Training of Language Models*,
+#   [arXiv 2311.08105](https://arxiv.org/abs/2311.08105)
 # - *Revisiting Distributed Synchronous SGD* (backup workers),
 #   [arXiv 1604.00981](https://arxiv.org/abs/1604.00981)
 # - *PipeMare: Asynchronous Pipeline Parallel DNN Training* (the delay's limit on the rate),

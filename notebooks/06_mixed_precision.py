@@ -22,11 +22,12 @@
 # - follow a GradScaler step by step, and put clipping, accumulation and DDP in the right places;
 # - say why weights are kept in fp32, and what happens otherwise;
 # - choose between fp16, bf16 and fp32;
+# - scale numbers for fp8 by tensor, by tile and by block, and say what stays in fp32;
 # - compute what mixed precision saves, and recognise the usual wrong figures.
 #
-# It takes about 70 minutes. Nothing in it needs a GPU: formats are the same everywhere, and
+# It takes about 80 minutes. Nothing in it needs a GPU: formats are the same everywhere, and
 # autocast runs on a CPU too (it is just not fast there). Cells with `%%rank 0` run on one rank;
-# section 5 uses both. Five times the lecture asks for your guess before it measures. Write it in
+# section 5 uses both. Six times the lecture asks for your guess before it measures. Write it in
 # the cell in place of `None`.
 
 # %% tags=["parameters"]
@@ -46,15 +47,22 @@ from minidist.device import choose_backend, choose_device
 from minidist.model import GPT, GPTConfig, lm_loss
 from minidist.precision import (
     FORMATS,
+    FP8_RECIPES,
+    BlockScaling,
+    DelayedScale,
+    Fp8Linear,
     GradScaler,
     MasterWeights,
     accumulation_error,
     autocast_step,
+    fp8_product,
     matmul_error,
+    quantize,
     round_to,
     spacing,
     underflow_share,
     update_survives,
+    use_fp8,
 )
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -902,8 +910,10 @@ display(
 
 # %%
 # %%rank 0
-def full_run(name: str, steps: int) -> list[float]:
+def full_run(name: str, steps: int, fp8: str | None = None) -> list[float]:
     model = make_gpt()
+    if fp8:
+        use_fp8(model, FP8_RECIPES[fp8])  # section 7
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     dtype = {"fp32": None, "bf16": torch.bfloat16}.get(name, torch.float16)
     scaler = GradScaler() if "scaler" in name else None
@@ -957,7 +967,268 @@ plot_lines(
 #
 # On hardware that has bf16, take bf16. In both cases keep softmax, norms and losses in fp32.
 #
-# ## 7 · What it saves
+# ## 7 · fp8 training
+#
+# An H100 multiplies fp8 twice as fast as bf16, and an fp8 number takes half of the memory. But e4m3
+# ends at 448 and has four binary digits. So each product's inputs are divided by a scale, rounded,
+# and the scale is multiplied back into the result. Which numbers share a scale? Three answers are
+# in use:
+#
+# | recipe | activations, gradients | weights | a scale is |
+# |---|---|---|---|
+# | tensor ([arXiv 2209.05433](https://arxiv.org/abs/2209.05433)) | one | one | fp32 |
+# | tile ([DeepSeek-V3](https://arxiv.org/abs/2412.19437)) | 1 × 128 | 128 × 128 | fp32 |
+# | MXFP8 ([arXiv 2310.10537](https://arxiv.org/abs/2310.10537)) | 1 × 32 | 1 × 32 | 2ᵏ, one byte |
+#
+# This is all of it, for any block:
+
+# %%
+# %%rank 0
+import inspect
+
+print(inspect.getsource(quantize).split('"""')[2].strip("\n"))
+print(inspect.getsource(BlockScaling.scales_of).split('"""')[2])
+
+# %% [markdown]
+# A large language model has a few enormous activations
+# ([arXiv 2402.17762](https://arxiv.org/abs/2402.17762)). We put one into the first of 256 tokens,
+# multiply by a weight in fp8, and look at the *other* 255 tokens.
+
+# %%
+# %%rank 0
+fp8_guess = predict(
+    "No outlier, a scale per 128 numbers: the error of an fp8 product?", guess=None, unit="%"
+)
+fp8_guess
+
+# %% [markdown]
+# The simulation rounds in torch's fp8 dtypes and adds in fp32. The error is that of a token's
+# output against fp64, as a share of the output; we show the middle one of the 255.
+
+
+# %%
+# %%rank 0
+source = torch.Generator().manual_seed(0)
+ordinary_tokens = torch.randn(256, 512, generator=source)
+a_weight = 0.02 * torch.randn(384, 512, generator=source)
+largest_ones = [10.0**k for k in range(1, 8)]
+
+
+def median_error(got, a, b, first: int = 0) -> float:
+    """Error of a @ b.T per row, from row `first` on, in percent of the row; the median."""
+    exact = (a.double() @ b.double().T)[first:]
+    off = (got.double()[first:] - exact).norm(dim=1) / exact.norm(dim=1)
+    return 100 * off.median().item()
+
+
+by_recipe = {name: [] for name in (*FP8_RECIPES, "bf16")}
+for largest in largest_ones:
+    x = ordinary_tokens.clone()
+    x[0, 7] = largest
+    for name, recipe in FP8_RECIPES.items():
+        got = fp8_product(x, a_weight, recipe.activations, recipe.weights)
+        by_recipe[name].append(median_error(got, x, a_weight, 1))
+    in_bf16 = x.bfloat16().float() @ a_weight.bfloat16().float().T
+    by_recipe["bf16"].append(median_error(in_bf16, x, a_weight, 1))
+plot_lines(
+    largest_ones,
+    by_recipe,
+    logx=True,
+    logy=True,
+    xlabel="the one large activation (the others are about 1)",
+    ylabel="error of the other tokens (%)",
+    title="One scale for all: one number spoils 255 tokens",
+)
+
+# %%
+# %%rank 0
+display(
+    fp8_guess.reveal(by_recipe["tile"][0]),
+    claim("error of a product with tiles of 128, %", by_recipe["tile"][0], 3.7, rtol=0.02),
+    claim(
+        "fp8 / bf16: e4m3 has four bits fewer, so 2^4 times the error",
+        by_recipe["tile"][0] / by_recipe["bf16"][0],
+        16,
+        rtol=0.05,
+    ),
+    claim(
+        "one scale per tensor: error up to 10^4, and at 10^6, %",
+        [max(by_recipe["tensor"][:4]), by_recipe["tensor"][5]],
+        lambda error: error[0] < 4 and error[1] > 90,
+    ),
+    claim(
+        "tiles and blocks: error at 10^7 / error without an outlier",
+        [by_recipe[name][-1] / by_recipe[name][0] for name in ("tile", "mxfp8")],
+        [1.0, 1.0],
+        rtol=0.01,
+    ),
+    claim("MXFP8's error / tiles'", by_recipe["mxfp8"][0] / by_recipe["tile"][0], 1.12, rtol=0.02),
+    claim(
+        "H100: peak in fp8 / in bf16",
+        cost.H100.peak("fp8") / cost.H100.peak("bf16"),
+        2,
+        rtol=0.01,
+        authority="NVIDIA data sheet, dense",
+    ),
+)
+
+# %% [markdown]
+# fp8 is a floating-point format, so a scale for all is enough as long as the largest number is not
+# 10⁵ times the others. A tile needs no such luck. MXFP8 is a little worse here although its blocks
+# are smaller: its scales are powers of two, rounded down, so the largest numbers of a block are cut
+# by up to an eighth. Rounding the scale up mends it
+# ([arXiv 2506.08027](https://arxiv.org/abs/2506.08027)).
+#
+# **Gradients** differ between tokens by many powers of two. With one scale they need the range of
+# e5m2, at the price of a digit. With tiles they keep e4m3.
+
+# %%
+# %%rank 0
+spread = 2.0 ** (6 * torch.randn(256, 1, generator=source))  # two thirds within 2^-6 … 2^6
+gradient = torch.randn(256, 384, generator=source) * spread
+gradient_error = {}
+for name, scaling in {
+    "one scale, e4m3": BlockScaling(),
+    "one scale, e5m2": FP8_RECIPES["tensor"].gradients,
+    "tiles, e4m3": FP8_RECIPES["tile"].gradients,
+}.items():
+    got = fp8_product(gradient, a_weight.T, scaling, FP8_RECIPES["tile"].weights)
+    gradient_error[name] = median_error(got, gradient, a_weight.T)
+display(
+    claim("gradients, one scale, e4m3: error, %", gradient_error["one scale, e4m3"], (">", 50)),
+    claim("one scale, e5m2", gradient_error["one scale, e5m2"], 6.0, rtol=0.03),
+    claim("tiles, e4m3", gradient_error["tiles, e4m3"], 3.7, rtol=0.02),
+)
+
+# %% [markdown]
+# **When is the scale known?** *Current* scaling reads the tensor for its largest number, and again
+# to round it. *Delayed* scaling takes the largest of the last steps, so that the kernel which makes
+# the tensor can round it at once. It trusts that the next tensor is no larger. Here one is, at step
+# 6: all numbers are 20 times those of before.
+
+# %%
+# %%rank 0
+delayed, scaled_with = DelayedScale(history=16), {"delayed": [], "current": []}
+for step in range(12):
+    x = torch.randn(64, 64, generator=source) * (20.0 if step >= 6 else 1.0)
+    for name, rounded in (
+        ("delayed", delayed.quantize(x)),
+        ("current", quantize(x, BlockScaling())),
+    ):
+        off = (rounded.numbers() - x).norm() / x.norm()
+        scaled_with[name].append(100 * off.item())
+display(
+    claim("error of the delayed scale at the jump, %", scaled_with["delayed"][6], (">", 50)),
+    claim(
+        "... one step later, against the current scale's",
+        scaled_with["delayed"][7] / scaled_with["current"][7],
+        lambda ratio: ratio < 2,
+    ),
+)
+plot_lines(
+    range(12),
+    scaled_with,
+    xlabel="step",
+    ylabel="rounding error (%)",
+    title="A delayed scale is late by one step",
+)
+
+# %% [markdown]
+# ### What stays in fp32
+#
+# Only the inputs of matrix products are fp8. Sums are fp32, and so are norms, softmax and the loss.
+# The output layer stays in bf16 or fp32. Master weights are more necessary than ever: an update
+# below 1/32 of an fp8 weight would be rounded away. Bytes per parameter:
+#
+# | | bf16, fp32 gradients | fp8, as DeepSeek-V3 |
+# |---|---|---|
+# | weight for the products | 2 | 1 |
+# | master weight | 4 | 4 |
+# | gradient (sums of micro-batches) | 4 | 4 |
+# | Adam's two moments | 8 | 4 (bf16) |
+#
+# So fp8 itself saves one byte of 18 here; the other four come from moments in bf16. What fp8 halves
+# is what products read, what is kept for backward, and what is sent in fp8: gathered weights, or
+# the tokens that go to experts (lecture 12).
+
+
+# %%
+# %%rank 0
+def kept_input_bytes(layer: nn.Module, dtype) -> int:
+    """Bytes of the input that a layer keeps for backward, scales included."""
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
+    ):
+        layer(ordinary_tokens)
+    return sum(t.nbytes for t in kept if sorted(t.shape) != [384, 512])  # the weight is kept, too
+
+
+tile = FP8_RECIPES["tile"]
+in_fp8 = kept_input_bytes(Fp8Linear(nn.Linear(512, 384), tile), None)
+in_16_bits = kept_input_bytes(nn.Linear(512, 384), torch.bfloat16)
+weight_bytes = quantize(torch.randn(512, 384), tile.weights).num_bytes / (512 * 384)
+token = quantize(torch.randn(1, 7168), tile.activations).num_bytes  # DeepSeek-V3's width
+display(
+    claim(
+        "input kept for backward, bytes per number: bf16", in_16_bits / (256 * 512), 2, rtol=1e-9
+    ),
+    claim("... fp8 with a scale per 128", in_fp8 / (256 * 512), 1 + 4 / 128, rtol=1e-9),
+    claim(
+        "bytes per parameter with fp8 weights",
+        weight_bytes + 4 + 4 + 2 * 2,
+        13,
+        rtol=1e-3,
+        authority="DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3",
+    ),
+    claim("a token of 7,168 numbers sent in fp8 / in bf16", token / (2 * 7168), 0.516, rtol=0.001),
+)
+
+# %% [markdown]
+# Does a model learn from products that are wrong by 4 %? The run of section 6 again, with every
+# linear layer but the last in fp8, forward and backward:
+
+# %%
+# %%rank 0
+fp8_runs = {name: full_run("fp32", num_steps, fp8=name) for name in FP8_RECIPES}
+beside = {
+    name: 100 * (np.array(losses) / runs["fp32"] - 1)
+    for name, losses in ({"bf16": runs["bf16"]} | fp8_runs).items()
+}
+display(
+    claim(
+        "final loss with fp8 products / fp32: tensor, tile, mxfp8",
+        [float(np.mean(losses[-8:])) / ends["fp32"] for losses in fp8_runs.values()],
+        [1.0, 1.0, 1.0],
+        rtol=0.02,
+    ),
+    claim(
+        "largest distance from fp32's curve, %: fp8 tiles, bf16",
+        [float(np.abs(beside[name]).max()) for name in ("tile", "bf16")],
+        lambda far: far[1] < far[0] < 5,
+    ),
+    claim(
+        "DeepSeek-V3: loss of fp8 against bf16, relative error below, %",
+        0.25,
+        status="cited",
+        authority="DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3",
+    ),
+)
+plot_lines(
+    range(1, num_steps + 1),
+    beside,
+    xlabel="step",
+    ylabel="loss, against fp32 (%)",
+    markers=False,
+    title="fp8 wobbles around fp32, and arrives",
+)
+
+# %% [markdown]
+# It does: rounding errors differ from element to element and from step to step, so most of them
+# cancel in the sums. Speed cannot be simulated; section 8 measures it where a GPU has fp8.
+#
+# ## 8 · What it saves
 #
 # ### Memory
 #
@@ -1181,23 +1452,28 @@ plot_lines(
 
 # %%
 # %%rank 0
-def measure_gain(n: int = 4096) -> float:
-    def seconds(dtype) -> float:
-        a = torch.randn(n, n, device="cuda", dtype=dtype)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for repeat in range(12):
-            if repeat == 2:
-                begin.record()
+def product_ms(dtype, n: int = 4096) -> float:
+    """Milliseconds of an n x n product on the GPU."""
+    a = torch.randn(n, n, device="cuda").to(dtype)
+    one = torch.ones((), device="cuda")  # a scale per tensor
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for repeat in range(12):
+        if repeat == 2:
+            begin.record()
+        if dtype == torch.float8_e4m3fn:
+            torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        else:
             a @ a
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e4
-
-    return seconds(torch.float32) / seconds(torch.bfloat16)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 10
 
 
 if torch.cuda.is_available():
-    print(f"4096 x 4096 product: bf16 is {measure_gain():.1f} times as fast as fp32 here")
+    ms = {"fp32": product_ms(torch.float32), "bf16": product_ms(torch.bfloat16)}
+    if torch.cuda.get_device_capability() >= (8, 9):  # the first with fp8
+        ms["fp8"] = product_ms(torch.float8_e4m3fn)
+    print("4096 x 4096 product, ms:", {name: round(each, 3) for name, each in ms.items()})
 else:
     print("no GPU here")
 
@@ -1295,6 +1571,8 @@ display(
 # - Weights need fp32 masters in both formats, since updates are too small for 16 bits. Sums,
 #   softmax, norms and losses need fp32.
 # - Autocast does this per operation. With bf16 there is no scaler.
+# - fp8 is for the inputs of matrix products. With a scale per 128 or 32 numbers, an outlier hurts
+#   its neighbours only. Sums, master weights and gradients stay in fp32.
 # - It saves activations and time, and messages where they are sent in 16 bits, not model state: 16
 #   bytes per parameter before and after. Time: a factor of 2 for what memory bounds, up to 16 at
 #   peak for matrix products.
@@ -1357,8 +1635,20 @@ display(
 #
 # </details>
 #
+# 7. Why does a tile lie along the dimension that a product sums over, and what does that mean for
+#    backward?
+#
+# <details><summary>Answer</summary>
+#
+# Then all terms of a partial sum have the same scale, which is multiplied in once, after the sum.
+# The gradient of the weight sums over *tokens*, so the same activations are rounded again, in tiles
+# along tokens.
+#
+# </details>
+#
 # ## Try it
 #
+# - Round MXFP8's scales up instead of down in section 7: which curve does it join?
 # - In section 3 set `growth_interval` to 2 and let the gradient explode at every tenth step. How
 #   many steps are lost?
 # - Multiply the weights of one layer by 1,000 and train with fp16. Which step overflows, and does a
@@ -1374,8 +1664,11 @@ display(
 # - *A Study of BFLOAT16 for Deep Learning Training*,
 #   [arXiv 1905.12322](https://arxiv.org/abs/1905.12322)
 # - *FP8 Formats for Deep Learning*, [arXiv 2209.05433](https://arxiv.org/abs/2209.05433)
-# - *Microscaling Data Formats for Deep Learning*,
-#   [arXiv 2310.10537](https://arxiv.org/abs/2310.10537)
+# - *Microscaling Data Formats for Deep Learning* (MXFP8),
+#   [arXiv 2310.10537](https://arxiv.org/abs/2310.10537), and *Recipes for Pre-training LLMs with
+#   MXFP8*, [arXiv 2506.08027](https://arxiv.org/abs/2506.08027)
+# - *DeepSeek-V3 Technical Report*, section 3.3 (fp8 training),
+#   [arXiv 2412.19437](https://arxiv.org/abs/2412.19437)
 # - *Revisiting BFloat16 Training* (pure bf16: what it loses, stochastic rounding),
 #   [arXiv 2010.06192](https://arxiv.org/abs/2010.06192)
 # - The library: `lib/minidist/precision/`.

@@ -20,15 +20,17 @@
 # - estimate what a network costs, and see which NCCL settings are dangerous;
 # - read a hang: which rank is missing from which collective, at which line;
 # - choose how often to save, from two numbers;
-# - kill a node of a running job, and watch the job go on with the same loss curve.
+# - save while training goes on, and say what may change meanwhile;
+# - kill a node of a running job, and watch the job go on with the same loss curve;
+# - go on without a lost group from one step to the next, and find a rank whose memory has failed.
 #
-# It takes about 90 minutes. The jobs in this lecture start their own processes, as they do on a
+# It takes about two hours. The jobs in this lecture start their own processes, as they do on a
 # cluster. So all cells begin with `%%rank 0`: one rank of this notebook's kernel starts them. They
-# train on GPUs where there is one for each of their ranks, else on the CPU. Five times the lecture
+# train on GPUs where there is one for each of their ranks, else on the CPU. Eight times the lecture
 # asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
-quick = True  # False: a longer job in section 6
+quick = True  # False: longer jobs in sections 6 and 7
 
 # %%
 # %%rank 0
@@ -36,7 +38,9 @@ quick = True  # False: a longer job in section 6
 import json
 import os
 import signal
+import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -44,6 +48,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from IPython.display import display
 
 from minidist import cost, emulate
@@ -751,10 +756,8 @@ explore(
 )
 
 # %% [markdown]
-# A shorter save costs less each time, and it lets you save more often. Two ways: asynchronous saves
-# (copy to the CPU, write in the background:
-# [`torch.distributed.checkpoint.async_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html),
-# or `minidist.checkpoint.Saving`) and sharded ones (each rank writes its own part).
+# A shorter save costs less each time, and it lets you save more often. Two ways: sharded saves, of
+# which each rank writes its own part, and asynchronous ones (section 5).
 #
 # ## 5 · A checkpoint is whole or not there
 #
@@ -790,6 +793,134 @@ resumed_at = checkpoints.load(shared={"model": loaded[0], "optimizer": loaded[1]
 # %%rank 0
 display(
     claim("the newest checkpoint (step 3) is cut in half; loading takes step", resumed_at, 2),
+)
+
+# %% [markdown]
+# ### Saved while training goes on
+#
+# A save of weights and optimizer takes seconds to minutes, and a blocking one stops all GPUs for as
+# long.
+# [`async_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html#torch.distributed.checkpoint.state_dict_saver.async_save)
+# of torch.distributed.checkpoint (DCP) copies the state into CPU memory, returns, and writes the
+# copy in a thread. Two ranks now save 64 MiB that they share half and half, first blocking and then
+# asynchronously, three times. As soon as `async_save` returns, they do what an optimizer does: they
+# change the weights.
+
+# %%
+# %%rank 0
+wait_guess = predict(
+    "async_save keeps training waiting for how much of a blocking save's time?",
+    guess=None,
+    unit="%",
+)
+wait_guess
+
+# %% [markdown]
+# The thread has collectives of its own to call (who writes what?). On training's group they could
+# meet training's all-reduces, in any order. So it gets a group of its own, with gloo.
+
+
+# %%
+# %%rank 0
+NUMBERS = 1 << 24  # fp32
+
+
+def save_both_ways(folder: str, rounds: int) -> list[tuple]:
+    """Of each round: seconds of `save`, of `async_save`, until it is written; written already?"""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")  # the copy in CPU memory is what is written, on GPUs too
+    mesh, own_group = init_device_mesh("cpu", (2,)), dist.new_group(backend="gloo")
+    weights = distribute_tensor(torch.arange(NUMBERS, dtype=torch.float32), mesh, [Shard(0)])
+    seconds = []
+    for number in range(rounds):
+        began = time.perf_counter()
+        dcp.save({"weights": weights}, checkpoint_id=f"{folder}/blocking-{number}")
+        blocking_s = time.perf_counter() - began
+        began = time.perf_counter()
+        writing = dcp.async_save(
+            {"weights": weights}, checkpoint_id=f"{folder}/async-{number}", process_group=own_group
+        )
+        waited_s = time.perf_counter() - began
+        weights.neg_()  # the next step, while the thread writes
+        written = writing.done()
+        writing.result()  # before the next save, and before the end of the program
+        seconds.append((blocking_s, waited_s, time.perf_counter() - began, written))
+        weights.neg_()
+    dist.destroy_process_group()
+    return seconds
+
+
+saved = work / "dcp"
+rounds = run(save_both_ways, 2, str(saved), 3, deadline_s=50)[0]
+blocking_s, waited_s, written_s = (statistics.median(r[i] for r in rounds) for i in range(3))
+waited_share = statistics.median(r[1] / r[0] for r in rounds)
+print(f"blocking {blocking_s:.2f} s; async_save {waited_s:.2f} s, written after {written_s:.2f} s")
+
+# %% [markdown]
+# What do the files hold, the weights of before or the negated ones? We load them on **three**
+# ranks, whose parts have other bounds than those that were saved, and on one.
+
+
+# %%
+# %%rank 0
+def load_on_other_ranks(folder: str) -> list[int]:
+    """This rank's first and last number, and the number of those that differ from 0, 1, 2, …"""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = distribute_tensor(torch.zeros(NUMBERS), mesh, [Shard(0)])
+    dcp.load({"weights": weights}, checkpoint_id=folder)  # each rank reads what it needs
+    part = weights.to_local()
+    wrong = (part.diff() != 1).sum()
+    dist.destroy_process_group()
+    return [int(part[0]), int(part[-1]), int(wrong)]
+
+
+parts = {n: run(load_on_other_ranks, n, str(saved / "async-2"), deadline_s=50) for n in (1, 3)}
+display(
+    wait_guess.reveal(100 * waited_share),
+    claim("async_save / blocking save: time that training waits", waited_share, ("<", 0.6)),
+    claim("writes that had ended when the weights changed", sum(r[3] for r in rounds), 0),
+    claim(
+        "loaded on one rank: first, last, and how many are wrong",
+        parts[1][0],
+        [0, NUMBERS - 1, 0],
+    ),
+    claim("loaded on three ranks: how many are wrong", [part[2] for part in parts[3]], [0, 0, 0]),
+    claim(
+        "... each part begins where the one before ends",
+        [parts[3][i + 1][0] - parts[3][i][1] for i in range(2)],
+        [1, 1],
+    ),
+)
+
+# %% [markdown]
+# The checkpoint holds the values at the call: everything may change afterwards. The price is a
+# second copy of the state in CPU memory. A GPU's state has to cross PCIe before `async_save`
+# returns, unless a stager with pinned memory copies beside the next forward pass; then the
+# optimizer must wait for the *copy* (`staging_completion`), not for the write.
+#
+# Two things must wait for `result()`: the end of the program, and **the next save**, which would
+# need another copy in memory and another thread. So the interval between saves cannot be shorter
+# than a write. In the figure, the times are those that we measured.
+
+# %%
+# %%rank 0
+gaps_s = np.linspace(0, 2 * written_s, 41)
+wait_per_save_s = waited_s + np.maximum(0, written_s - waited_s - gaps_s)
+plot_lines(
+    gaps_s,
+    {"async_save": wait_per_save_s, "blocking": np.full(41, blocking_s)},
+    xlabel="seconds of training between two saves",
+    ylabel="waiting per save (s)",
+    markers=False,
+    title="Saved too often, async_save waits, too",
 )
 
 # %% [markdown]
@@ -982,7 +1113,442 @@ display(
 # ranks, so would have the right learning rate. If the checkpoint lacked the optimizer's state, the
 # curve would have a kink. A Slurm job that is *requeued* starts again at full size; the script is
 # the same.
+
+# %% [markdown]
+# ## 7 · A quorum for every step
 #
+# Section 6 stopped the whole job because of one node: rendezvous, new workers, checkpoint. But data
+# parallelism has **copies**. Each *replica group*, one rank or many with a sharded model, holds all
+# of the weights. If one is lost, the others have everything they need for the next step.
+# [torchft](https://docs.pytorch.org/torchft/) does this. In every step
+#
+# 1. the groups that report in time are the **quorum** of this step;
+# 2. if it is not that of the last step, they connect anew, and who is behind **heals**: it gets
+#    weights and moments from a peer, not from a disk;
+# 3. gradients are averaged over the quorum; a lost group is left out of the mean;
+# 4. they **commit**: all of them take the step, or, if an all-reduce failed anywhere, nobody does.
+#
+# Our version keeps the votes in a `TCPStore`, in this notebook's process; torchft has a server for
+# them, the *lighthouse*. `compare_set` takes the first answer to a question and gives it to all who
+# answer later, so two ranks can never decide differently. Each of our groups is one rank.
+
+# %%
+# %%rank 0
+REPLICA = work / "replica.py"
+_ = REPLICA.write_text(
+    """import io, json, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from minidist.data import make_regression
+
+GROUPS, SHORT, LONG = range(3), timedelta(seconds=1), timedelta(seconds=60)
+me, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+votes = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+model = model.double()
+parameters = list(model.parameters())
+optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+inputs, targets = (t.double() for t in make_regression(24 * 64, 8, 2))
+if me < 0:
+    votes.set("ready", "")
+    me = int(votes.get("spare"))                 # waits until it is needed
+
+def loss_of(part):
+    return (model(inputs[part]) - targets[part]).square().mean()
+
+def all_there(keys, limit):
+    try:
+        votes.wait(keys, limit)
+        return True
+    except RuntimeError:                         # not in time
+        return False
+
+def decide(question, answer):
+    return votes.compare_set(question, "", answer).decode()     # the first answer is everybody's
+
+def quorum(number, last):
+    "Groups that take part in a round: those that have reported when all of the last one have."
+    votes.set(f"{number}/here/{me}", "")
+    if last:                                     # who is new only asks what the others decide
+        all_there([f"{number}/here/{g}" for g in last], SHORT if number else LONG)
+        here = [g for g in GROUPS if votes.check([f"{number}/here/{g}"])]
+        decide(f"{number}/quorum", json.dumps(here))
+    return json.loads(votes.get(f"{number}/quorum"))
+
+def connect(number, members, step):
+    "A process group of this quorum; who is behind gets the state of a peer."
+    store = dist.PrefixStore(f"{number}/group", votes)
+    group = dist.ProcessGroupGloo(store, members.index(me), len(members), timedelta(seconds=5))
+    steps = [torch.zeros(1, dtype=torch.int64) for _ in members]
+    group.allgather([steps], [torch.tensor([step])]).wait()
+    newest = int(torch.cat(steps).argmax())
+    if min(steps) < max(steps):
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        size = torch.tensor([file.tell()])
+        group.broadcast(size, newest).wait()
+        state = torch.empty(int(size), dtype=torch.uint8)
+        if members[newest] == me:
+            state = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        group.broadcast(state, newest).wait()
+        weights, moments = torch.load(io.BytesIO(state.numpy().tobytes()))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+    return group, int(steps[newest])
+
+number = int(votes.get("round"))
+last, group, step = ([] if number else list(GROUPS)), None, 0
+number += bool(number)                           # the round that runs goes on without us
+while step < int(votes.get("stop")):
+    members, gradient = quorum(number, last), None
+    if me not in members:                        # came too late: ask for the next round
+        last, number = [], number + 1
+        continue
+    try:
+        if group is None or members != last:
+            group, step = connect(number, members, step)
+        first = 24 * (step % 64) + 8 * me
+        optimizer.zero_grad()
+        loss_of(slice(first, first + 8)).backward()
+        gradient = torch.cat([p.grad.flatten() for p in parameters])
+        group.allreduce([gradient]).wait()
+        votes.set(f"{number}/done/{me}", "")
+        mine = all_there([f"{number}/done/{g}" for g in members], SHORT)
+    except RuntimeError:                         # a peer is gone
+        mine = False
+    if decide(f"{number}/commit", str(mine)) == "True":
+        for p, part in zip(parameters, gradient.split([p.numel() for p in parameters])):
+            p.grad = part.view_as(p) / len(members)      # the mean over those who are there
+        optimizer.step()
+        step += 1
+        row = [step, loss_of(slice(0, 256)).item(), len(members), time.time()]
+        with (folder / f"{me}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\\n")
+    else:
+        group = None
+    last, number = members, number + 1
+    votes.set("round", str(number))
+    time.sleep(0.1)                              # a step takes a while
+weights = torch.cat([p.detach().flatten() for p in parameters])
+(folder / f"{me}.end").write_text(json.dumps(weights.tolist()))
+time.sleep(0.5)                                  # a peer may still be in the last step
+"""
+)
+
+# %% [markdown]
+# Three groups train, and a spare process waits with torch imported.
+
+# %%
+# %%rank 0
+groups = work / "groups"
+groups.mkdir(exist_ok=True)
+votes = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+votes.set("round", "0")
+votes.set("stop", "100000")
+LEFT, BACK = (12, 15) if quick else (60, 60)  # steps without the third group, and with the new one
+
+
+def start_replica(role: int) -> subprocess.Popen:
+    command = [sys.executable, str(REPLICA), str(role), str(votes.port), str(groups)]
+    env = QUIET | {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.PIPE)
+
+
+def wait_for_steps(condition, limit_s: float = 50.0) -> list:
+    """Rows of group 0, once enough of them fulfil the condition, or when the time is up."""
+    end, log = time.monotonic() + limit_s, groups / "0.jsonl"
+    while True:
+        text = log.read_text().splitlines() if log.exists() else []
+        steps = [json.loads(line) for line in text if line.endswith("]")]
+        if condition(steps) or time.monotonic() > end:
+            return steps
+        time.sleep(0.05)
+
+
+replicas = [start_replica(role) for role in (0, 1, 2, -1)]
+before_it = len(wait_for_steps(lambda rows: len(rows) >= 15 and votes.check(["ready"])))
+print(f"{before_it} steps, and a spare")
+
+# %% [markdown]
+# Now we kill group 2 with SIGKILL, in the middle of whatever it does. Twelve steps later the spare
+# takes its place. It knows nothing but the first, random weights.
+
+# %%
+# %%rank 0
+still_guess = predict(
+    "For how many seconds do the other two stand still when one is killed?", guess=None, unit="s"
+)
+still_guess
+
+# %%
+# %%rank 0
+try:
+    replicas[2].kill()
+    wait_for_steps(lambda rows: sum(row[2] == 2 for row in rows) >= LEFT)
+    votes.set("spare", "2")
+    back_at = wait_for_steps(lambda rows: len(rows) > before_it + LEFT and rows[-1][2] == 3)[-1][0]
+    votes.set("stop", str(back_at + BACK))
+    ended = [replicas[i].wait(30) for i in (0, 1, 3)]
+finally:
+    for replica in replicas:
+        if replica.poll() is None:
+            replica.kill()
+steps_of_0 = wait_for_steps(lambda rows: True)
+final_weights = [json.loads((groups / f"{g}.end").read_text()) for g in range(3)]
+still_s = float(np.diff([row[3] for row in steps_of_0]).max())
+print(f"{len(steps_of_0)} steps, the longest pause {still_s:.1f} s; exit codes {ended}")
+
+# %% [markdown]
+# Beside it, the run without an accident: one process, and always the mean of three groups.
+
+
+# %%
+# %%rank 0
+def unbroken(steps: int) -> list[float]:
+    """Loss after each step with all three groups, computed as in the script."""
+    from minidist.data import make_regression
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+    net = net.double()
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    x, y = (t.double() for t in make_regression(24 * 64, 8, 2))
+    found = []
+    for step in range(steps):
+        part = slice(24 * (step % 64), 24 * (step % 64) + 24)
+        adam.zero_grad()
+        (net(x[part]) - y[part]).square().mean().backward()
+        adam.step()
+        found.append((net(x[:256]) - y[:256]).square().mean().item())
+    return found
+
+
+whole = unbroken(len(steps_of_0))
+curve = [row[1] for row in steps_of_0]
+alone = [row[0] for row in steps_of_0 if row[2] == 2]
+figure = plot_lines(
+    range(1, len(curve) + 1),
+    {"one lost, one back": curve, "unbroken": whole},
+    logy=True,
+    markers=False,
+    xlabel="step (shaded: two groups of three)",
+    ylabel="loss",
+    title="The others go on, and the third comes back",
+)
+figure.axes[0].axvspan(alone[0] - 0.5, alone[-1] + 0.5, color="#EEEEEE", zorder=0)
+figure
+
+# %%
+# %%rank 0
+display(
+    still_guess.reveal(still_s),
+    claim(
+        "every step was taken, and none twice",
+        [row[0] for row in steps_of_0],
+        list(range(1, len(curve) + 1)),
+    ),
+    claim(
+        "steps with all three: largest relative difference from one process",
+        max(abs(curve[i] / whole[i] - 1) for i in range(alone[0] - 1)),
+        ("<", 1e-9),
+    ),
+    claim("steps with two groups", len(alone), (">=", LEFT)),
+    claim(
+        "the three groups' weights at the end are equal, bit by bit",
+        final_weights[1:],
+        final_weights[:1] * 2,
+        exact=True,
+    ),
+    claim("loss at the end / unbroken", curve[-1] / whole[-1], 1.0, rtol=0.3),
+    claim("restart of section 6 / this pause", back_s / still_s, (">", 2)),
+)
+
+# %% [markdown]
+# While a group is missing, a batch has a third less samples, so the curve differs a little, as with
+# another order of the data. The pause is the time limit after which a silent group counts as lost:
+# one second here.
+#
+# What does it buy? Let everybody stand still for q seconds per failure, let a group be missing for
+# R seconds, and let there be G groups. Then the share of time that is lost is $q/M + R/(G M)$, and
+# no checkpoint is in it. Llama 3's largest job had 128 groups of 16 nodes.
+
+
+# %%
+# %%rank 0
+def lost_with_quorum(between_s: float, groups: int, still_s: float = 10.0, back_s: float = 300.0):
+    return still_s / between_s + back_s / (groups * between_s)
+
+
+sizes = np.array([64, 256, 1024, 2048, 4096, 8192])
+apart_s = 86400 * node_days / sizes
+ways = {
+    f"restart, a save takes {save_s} s": [
+        100 * lost((2 * save_s * m) ** 0.5, save_s, m) for m in apart_s
+    ]
+    for save_s in (60, 5)
+}
+ways["a quorum per step"] = [
+    100 * lost_with_quorum(m, n // 16) for m, n in zip(apart_s, sizes, strict=True)
+]
+at_llama = {name: values[3] for name, values in ways.items()}
+display(
+    claim(
+        "lost by 2,048 nodes, %: restart with 60 s and 5 s per save, quorum",
+        list(at_llama.values()),
+        [13.1, 5.7, 0.11],
+        rtol=0.03,
+    ),
+    claim(
+        "Llama 3 405B, 8,192 tokens: groups of 16 nodes (tensor 8 × pipeline 16)",
+        128,
+        status="cited",
+        authority="The Llama 3 Herd of Models, arXiv 2407.21783, table 4",
+    ),
+)
+plot_lines(
+    sizes,
+    ways,
+    logx=True,
+    logy=True,
+    ticks=list(sizes),
+    xlabel="nodes of 8 GPUs, each of which fails every 264 days",
+    ylabel="time lost (%)",
+    title="Copies in memory cost less than copies on disk",
+)
+
+# %% [markdown]
+# The gain needs copies: with pure ZeRO-3 over all ranks there is only one group, so use HSDP
+# (lecture 5). And a checkpoint now and then stays necessary, since the lighthouse, the power or the
+# code can fail for all at once.
+#
+# ## 8 · Loss spikes, and memory that lies
+#
+# A crash is honest. A GPU that computes wrongly is not: 6 of the 419 interruptions of Llama 3 were
+# **silent data corruption**. The loss curve shows some of it as a **spike**; other spikes come from
+# the data or the learning rate. The usual cure for both: go back to a checkpoint before the spike
+# and skip some hundred batches (PaLM, [arXiv 2204.02311](https://arxiv.org/abs/2204.02311)). But
+# which GPU was it?
+#
+# Data parallelism has the answer for free. Replicas are equal **bit by bit**, so their checksums
+# are, too. Every five steps each of four ranks adds up its weights' bits, and the 8 bytes are
+# gathered. We flip one bit of one weight of rank 2, before step 13.
+
+# %%
+# %%rank 0
+flip_guess = predict(
+    "A flipped low bit of one weight changes the loss of 30 steps by at most", guess=None, unit="%"
+)
+flip_guess
+
+
+# %%
+# %%rank 0
+def train_with_flip(where: str, bit: int, every: int = 5, flip_at: int = 12) -> tuple:
+    """Losses of 30 steps, and the step and the ranks that the checksums name."""
+    from minidist.data import make_regression
+
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    adam, weights = torch.optim.AdamW(net.parameters(), lr=1e-2), list(net.parameters())
+    x, y = make_regression(8 * world_size * 30, 8, 2)
+    losses, named = [], None
+
+    def flip(tensor) -> None:
+        tensor.detach().view(torch.int32).view(-1)[3] ^= 1 << bit
+
+    for step in range(30):
+        is_hit = step == flip_at and rank == 2
+        if is_hit and where == "weight":
+            flip(net[2].weight)
+        first = 8 * (step * world_size + rank)
+        loss = (net(x[first : first + 8]) - y[first : first + 8]).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        flat = torch.cat([loss.detach().view(1), *(p.grad.view(-1) for p in weights)])
+        if is_hit and where == "gradient":
+            flip(flat[1:])
+        dist.all_reduce(flat)
+        flat /= world_size
+        losses.append(flat[0].item())
+        for p, grad in zip(weights, flat[1:].split([p.numel() for p in weights]), strict=True):
+            p.grad = grad.view_as(p)
+        adam.step()
+        if (step + 1) % every == 0 and named is None:
+            bits = torch.cat([p.detach().view(-1) for p in weights]).view(torch.int32).long()
+            mine = (bits * torch.arange(1, len(bits) + 1)).sum()  # 8 bytes, modulo 2^64
+            every_rank = [torch.zeros_like(mine) for _ in range(world_size)]
+            dist.all_gather(every_rank, mine)
+            sums = [int(each) for each in every_rank]
+            odd = [r for r, each in enumerate(sums) if 2 * sums.count(each) <= world_size]
+            named = (step + 1, odd) if odd else None
+    return losses, named
+
+
+flips = {
+    "no flip": ("", 0),
+    "lowest bits": ("weight", 2),
+    "exponent": ("weight", 24),
+    "gradient": ("gradient", 24),
+}
+hit = {name: run(train_with_flip, 4, *how, deadline_s=50)[0] for name, how in flips.items()}
+grown = {
+    name: [100 * (a / b - 1) for a, b in zip(losses, hit["no flip"][0], strict=True)]
+    for name, (losses, _) in hit.items()
+}
+display(
+    flip_guess.reveal(max(map(abs, grown["lowest bits"]))),
+    claim(
+        "a low bit: largest change of the loss, %", max(map(abs, grown["lowest bits"])), ("<", 0.01)
+    ),
+    claim("... after step 15 the checksums name", hit["lowest bits"][1], (15, [2])),
+    claim("a bit of the exponent: the loss rises by, %", max(grown["exponent"]), (">", 20)),
+    claim("... the checksums name", hit["exponent"][1], (15, [2])),
+    claim("without a flip they name nobody", hit["no flip"][1] is None, True),
+    claim(
+        "a flipped gradient, before it is averaged: they name nobody",
+        hit["gradient"][1] is None,
+        True,
+    ),
+)
+plot_lines(
+    range(1, 31),
+    {name: grown[name] for name in ("exponent", "lowest bits")},
+    xlabel="step",
+    ylabel="loss, against no flip (%)",
+    markers=False,
+    title="One bit: a spike, or nothing to see",
+)
+
+# %% [markdown]
+# Rank 2, between steps 11 and 15. Its gradients of those steps went into everybody's weights. So
+# the node is taken out, and the others go back to a checkpoint of step 10 or before. Three ranks
+# are needed for a majority. A wrong *gradient* is averaged into all replicas alike, and checksums
+# do not see it: for that, some jobs compute the same batch twice now and then on two GPUs.
+#
+# What does a check cost? It reads the weights once, and sends 8 bytes per rank.
+
+# %%
+# %%rank 0
+read_s = 2 * cost.LLAMA3_8B.num_parameters / cost.H100.memory_bandwidth_bytes_per_s
+display(
+    claim(
+        "Llama 3 8B in bf16 on an H100: reading all weights takes, ms", 1e3 * read_s, 4.8, rtol=0.02
+    ),
+    claim(
+        "interruptions of Llama 3's training by silent data corruption",
+        6,
+        status="cited",
+        authority="The Llama 3 Herd of Models, arXiv 2407.21783, table 5",
+    ),
+)
+
+# %% [markdown]
 # ## Now you
 #
 # Put section 4 and the first figure together. Write a function that gives the **largest number of
@@ -1058,7 +1624,11 @@ display(
 # - A hang is a collective that somebody did not call. The flight recorder says who, and where.
 # - Save every √(2 · save time · time between failures); whole or not at all; everything that
 #   decides.
+# - `async_save` returns when the state is copied. The next save waits until it is written.
 # - Keep the global batch when the number of ranks changes.
+# - Replica groups are copies: with a quorum in every step, a lost group costs a pause and not a
+#   restart, and comes back from a peer's memory.
+# - Replicas are equal bit by bit; checksums name the rank whose memory has failed.
 #
 # ## Questions
 #
@@ -1109,8 +1679,27 @@ display(
 #
 # </details>
 #
+# 6. Training calls `async_save` every 30 s, and a write takes 45 s. What happens, and what helps?
+#
+# <details><summary>Answer</summary>
+#
+# Each save waits 15 s for the one before. Save less often, write faster (sharded: more ranks, each
+# with a smaller part), or save where it is near, such as a local disk or a neighbour's memory.
+#
+# </details>
+#
+# 7. With a quorum in every step, why must all ranks *commit* a step, and not each for itself?
+#
+# <details><summary>Answer</summary>
+#
+# When a peer dies in an all-reduce, some ranks may have got the sum and others an error. If the
+# former took the step, the replicas would differ from then on, and nothing would say so.
+#
+# </details>
+#
 # ## Try it
 #
+# - In section 7 kill group 0, or two groups. What happens if all are killed?
 # - In section 6 set `every=1`, then `every=20`. How many steps are done twice?
 # - In section 3 let rank 2 call a broadcast instead of nothing. What does the recorder say?
 # - Kill only the agent of node 1 (and then find its worker, and end it).
@@ -1129,11 +1718,16 @@ display(
 #   [arXiv 2402.15627](https://arxiv.org/abs/2402.15627)
 # - *Bamboo: Making Preemptible Instances Resilient for Affordable Training of Large DNNs*,
 #   [arXiv 2204.12013](https://arxiv.org/abs/2204.12013)
+# - *PaLM: Scaling Language Modeling with Pathways*, section 5.1 (loss spikes),
+#   [arXiv 2204.02311](https://arxiv.org/abs/2204.02311)
 # - *Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models*,
 #   [arXiv 2010.08679](https://arxiv.org/abs/2010.08679)
 # - John W. Young, *A first order approximation to the optimum checkpoint interval*, Communications
 #   of the ACM 17 (1974)
 # - PyTorch: [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html),
+#   [torch.distributed.checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
+#   and its [tutorial on async_save](https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html),
+#   [torchft](https://docs.pytorch.org/torchft/),
 #   [Flight Recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html);
 #   Slurm: [sbatch](https://slurm.schedmd.com/sbatch.html)
 # - In `lib/minidist/`: `elastic.py`, `checkpoint/store.py`, `profile/flight.py`

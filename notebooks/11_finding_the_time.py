@@ -19,12 +19,13 @@
 # - measure throughput without fooling yourself;
 # - take a profile of a distributed step, and compute its utilisation and overlap;
 # - tell a slow loader, small buckets, needless synchronisation, a straggler and copies apart;
+# - say what `torch.compile` does beside DDP and FSDP2, and what a CUDA graph needs and saves;
 # - compute strong and weak scaling, and say what a communication share means for the speedup;
 # - bring a job to 90 % efficiency, and say which of its steps bought how much.
 #
 # It takes about 80 minutes. The kernel is *torchrun × 2*: cells run on two ranks, and those that
 # begin with `%%rank 0` on one. Times of the real ranks depend on your machine, so nothing is
-# claimed about them but what holds everywhere. What is exact comes from the emulated cluster. Seven
+# claimed about them but what holds everywhere. What is exact comes from the emulated cluster. Eight
 # times the lecture asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
@@ -38,6 +39,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -961,9 +963,250 @@ explore(
 
 # %% [markdown]
 # So log every hundredth step, keep running sums on the device, and read them when you print. If
-# kernels are shorter than their launch, give each kernel more work (a larger batch, fused kernels,
-# `torch.compile`), or launch many at once (CUDA graphs).
+# kernels are shorter than their launch, give each kernel more work with a larger batch, or let
+# `torch.compile` fuse several into one, or launch many at once: a CUDA graph.
 #
+# ### `torch.compile` beside DDP and FSDP2
+#
+# [`torch.compile`](https://docs.pytorch.org/docs/stable/torch.compiler.html) traces the forward
+# pass into graphs, and makes few large kernels of each, forward and backward. The backward of a
+# graph is **one** node for autograd: all of its gradients arrive at its end. One graph for the
+# whole model would leave DDP nothing to overlap. So torch cuts the graph where DDP's buckets end
+# ([DDPOptimizer](https://docs.pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer)).
+# We count graphs with a backend that compiles nothing, on both ranks: a layer and six blocks of
+# 2 MiB each.
+
+
+# %%
+class Residual(nn.Module):
+    """A block with 2 MiB of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(256, 256, bias=False)
+        self.blocks = nn.ModuleList(Residual() for _ in range(6))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+# %%
+# %%rank 0
+graph_guess = predict(
+    "With buckets of 4 MiB: into how many graphs is the forward pass cut?", guess=None
+)
+graph_guess
+
+# %%
+import logging
+
+import torch._dynamo
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+
+torch._logging.set_logs(all=logging.ERROR)  # what Dynamo tells developers
+batch_of_two = torch.ones(2, 256, device=device)
+
+
+def graphs_of(wrap) -> list[int]:
+    """Operations in each graph that torch.compile traces in one pass, in the order of tracing."""
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    wrapped = wrap(Stack().to(device), backend)
+    wrapped(batch_of_two).sum().backward()
+    return sizes
+
+
+def buckets_of(cap_mb: int | None) -> int:
+    """Buckets that DDP sends in a pass that nothing compiles."""
+    sent = []
+    ddp = DDP(Stack().to(device), bucket_cap_mb=cap_mb)
+    ddp.register_comm_hook(
+        None, lambda _, bucket: (sent.append(bucket.index()), allreduce_hook(None, bucket))[1]
+    )
+    ddp(batch_of_two).sum().backward()
+    sent.clear()  # the first pass sends one bucket, and notes in which order gradients come
+    ddp(batch_of_two).sum().backward()
+    return len(sent)
+
+
+def sharded(model, backend, *, by_block: bool):
+    """FSDP2 around each block and the rest; compiled block by block, or as a whole."""
+    for block in model.blocks:
+        if by_block:
+            block.compile(backend=backend)
+        fully_shard(block)
+    fully_shard(model)
+    return model if by_block else torch.compile(model, backend=backend)
+
+
+def compiled_ddp(model, backend, *, cap_mb: int | None):
+    return torch.compile(DDP(model, bucket_cap_mb=cap_mb), backend=backend)
+
+
+caps = (None, 8, 4, 2)  # None: torch's own 25 MiB, and 1 MiB for the first bucket
+cut = {cap: graphs_of(partial(compiled_ddp, cap_mb=cap)) for cap in caps}
+buckets = {cap: buckets_of(cap) for cap in caps}
+inside = graphs_of(lambda m, b: DDP(torch.compile(m, backend=b), bucket_cap_mb=4))
+whole = graphs_of(lambda m, b: torch.compile(m, backend=b))
+per_block, fsdp_whole = (graphs_of(partial(sharded, by_block=way)) for way in (True, False))
+
+# %%
+# %%rank 0
+print(f"{'alone':<24}{whole}")
+for cap in caps:
+    print(f"{f'DDP, {cap or 25} MiB':<24}{cut[cap]}, {buckets[cap]} buckets")
+print(f"{'FSDP2, block by block':<24}{per_block}\n{'FSDP2, as a whole':<24}{fsdp_whole}")
+display(
+    graph_guess.reveal(len(cut[4])),
+    claim("graphs of the model alone", len(whole), 1),
+    claim("graphs with DDP as it is, and its buckets", [len(cut[None]), buckets[None]], [2, 2]),
+    claim("graphs with buckets of 8, 4 and 2 MiB", [len(cut[cap]) for cap in (8, 4, 2)], [3, 4, 7]),
+    claim("DDP's buckets of 8, 4 and 2 MiB", [buckets[cap] for cap in (8, 4, 2)], [2, 4, 7]),
+    claim("DDP around the compiled model: the same graphs", inside, cut[4]),
+    claim("operations in all graphs together are those of one", sum(cut[2]), sum(whole)),
+    claim("FSDP2, block by block: one graph for all six", per_block, [4]),
+    claim("FSDP2, compiled as a whole: no more than that", fsdp_whole, per_block),
+)
+
+# %% [markdown]
+# A bucket's gradients come from one graph, arrive together, and travel while the graph before is
+# still in backward. Smaller buckets mean more overlap and less to fuse. The cuts are torch's guess
+# at the buckets: it always makes the first one 1 MiB, while DDP with a `bucket_cap_mb` has no small
+# first bucket. So with 8 MiB there is a graph more. Both orders of wrapping give the same cuts; the
+# tutorials write `torch.compile(DDP(model))`.
+#
+# FSDP2 runs Python in hooks before and after each block (gather, free, reduce). No graph goes
+# across them, whatever you compile. So compile **each block**, then shard it: the six blocks are
+# the same code, which is traced and compiled once, however many there are.
+#
+# ### CUDA graphs
+#
+# A [CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs) is a recording of
+# kernels with all of their arguments. Replaying it is one launch. So whatever the recording cannot
+# see must not change:
+#
+# | needed | because | so |
+# |---|---|---|
+# | the same shapes | sizes are arguments | pad the last batch |
+# | the same addresses | pointers are arguments | copy each batch into the first one's tensor |
+# | no `.item()`, no `if` on a value | the host is not there | use `torch.where` |
+# | no Python that matters | it does not run again | a rate is a tensor (`capturable=True`) |
+#
+# `torch.compile(mode="reduce-overhead")` records by itself. What does it save? We count the
+# operations of a step of the stack, and measure how long this machine's host needs to issue one.
+
+# %%
+# %%rank 0
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that compute something; views and detached aliases launch nothing."""
+
+    launches = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.launches += not func.is_view and "detach" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def issue_us(repeats: int = 2000) -> float:
+    """Microseconds of the host per operation on a tensor so small that nothing else counts."""
+    one, times = torch.ones(1, device=device), []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            one + one
+        times.append(1e6 * (time.perf_counter() - began) / repeats)
+    return min(times)
+
+
+stack = Stack().to(device)
+stack_sgd = torch.optim.SGD(stack.parameters(), lr=0.1, foreach=False)
+with Counted() as in_forward:
+    stack_loss = stack(batch_of_two).sum()
+with Counted() as in_the_rest:
+    stack_loss.backward()
+    stack_sgd.step()
+kernels, issue = in_forward.launches + in_the_rest.launches, issue_us()
+print(f"{kernels} operations in a step, {issue:.1f} µs of this host for each: ", end="")
+print(f"a graph would save it {(kernels - 1) * issue:.0f} µs of launches")
+display(
+    claim(
+        "operations that forward and loss launch - those of the traced graph",
+        in_forward.launches - sum(whole),
+        1,
+    ),
+    claim(
+        "as a CUDA graph / one by one, with kernels of 2 µs and launches of 10 µs",
+        (10 + 2 * kernels) / device_us(launch_us=10, kernel_us=2, num_kernels=kernels),
+        0.2,
+        rtol=0.1,
+    ),
+)
+
+# %% [markdown]
+# So a graph replaces K launches by one. With launches of h and shorter kernels of d, the step takes
+# h + K d in place of K h + d: a fifth, in that example. Where kernels are longer than their launch,
+# the host is ahead anyway, and a graph saves nothing. The next cell measures it if there is a GPU.
+
+
+# %%
+# %%rank 0
+def replay_gain(kernels: int = 100, repeats: int = 50) -> tuple[float, float]:
+    """Milliseconds of small kernels on the GPU, launched one by one and replayed as a graph."""
+    x = torch.ones(1024, device="cuda")
+
+    def work():
+        y = x
+        for _ in range(kernels):
+            y = y * 1.01
+        return y
+
+    def milliseconds(call) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / repeats
+
+    side = torch.cuda.Stream()  # warm up where nothing else runs
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return milliseconds(work), milliseconds(graph.replay)
+
+
+if device.type == "cuda":
+    print("100 kernels, ms: one by one {:.3f}, replayed {:.3f}".format(*replay_gain()))
+else:
+    print("no GPU here")
+
+# %% [markdown]
 # ### The straggler
 #
 # One of four ranks takes 50 % longer to compute: a hot GPU, a noisy neighbour, more data than the
@@ -1610,6 +1853,8 @@ display(
 #   communication.
 # - With DDP a step takes compute + the last bucket, if the others fit under backward. The best
 #   bucket is neither small nor large.
+# - `torch.compile` cuts DDP's graph where buckets end; with FSDP2 compile block by block. A CUDA
+#   graph replaces all launches by one, and needs fixed shapes, fixed addresses and no host.
 # - A profile shows a straggler as communication on all *other* ranks.
 # - "GPU utilisation" only says that something ran. MFU says what you get; 40 to 60 % is good.
 # - S = N / (1 + C). Amdahl's f is a share of the one-GPU time, not the communication share on N.
@@ -1673,6 +1918,16 @@ display(
 #
 # </details>
 #
+# **7.** With `torch.compile(DDP(model))` the profile shows all all-reduces after backward. Which
+# setting do you look for?
+#
+# <details><summary>Answer</summary>
+#
+# `torch._dynamo.config.optimize_ddp = False`, or one bucket for the whole model: the backward is
+# then a single graph, and no gradient is there before its end.
+#
+# </details>
+#
 # ## Try it
 #
 # In [**lab6_profiling**](../labs/lab6_profiling/lab6_profiling.ipynb) you get five slow runs. Each
@@ -1694,5 +1949,10 @@ display(
 #   Megatron-LM", [arXiv 2104.04473](https://arxiv.org/abs/2104.04473): FLOP/s on 32 to 3,072 GPUs.
 # - A. H. Karp, H. P. Flatt, "Measuring parallel processor performance",
 #   [CACM 33 (1990)](https://doi.org/10.1145/78607.78614).
-# - PyTorch documentation: [torch.profiler](https://docs.pytorch.org/docs/stable/profiler.html);
+# - J. Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode
+#   Transformation and Graph Compilation", [ASPLOS 2024](https://doi.org/10.1145/3620665.3640366).
+# - W. Liang et al., "TorchTitan", [arXiv 2410.06511](https://arxiv.org/abs/2410.06511): FSDP2 with
+#   compilation per block.
+# - PyTorch documentation: [torch.profiler](https://docs.pytorch.org/docs/stable/profiler.html),
+#   [CUDA graphs](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs);
 #   [Perfetto's documentation](https://perfetto.dev/docs/).

@@ -32,8 +32,12 @@ mean, so each rank divides by a different number. Clipping and skipped steps are
 With a period above 1 the algorithm differs from DDP for any optimiser, because the ranks compute
 gradients at different parameters.
 
+`DiLoCo` takes an optimiser step where local SGD takes the mean: what the ranks have moved since the
+last meeting is a gradient for a second, outer optimiser with momentum.
+
 Papers: Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767; post-local SGD:
-Lin et al., arXiv 1808.07217. `torch_local_sgd` below uses torch's own implementation.
+Lin et al., arXiv 1808.07217; DiLoCo: Douillard et al., arXiv 2311.08105. `torch_local_sgd` below
+uses torch's own implementation.
 """
 
 from __future__ import annotations
@@ -180,12 +184,94 @@ class LocalSGD:
         values = [state.get(key) for key in self.average_state]
         return [torch.zeros_like(parameter) if value is None else value for value in values]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The number of steps taken. Between averagings, model and optimiser differ by rank."""
         return {"num_steps": self.num_steps}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_steps = state["num_steps"]
+
+
+class DiLoCo(LocalSGD):
+    """Local SGD whose meeting is a step of an outer optimiser: SGD with Nesterov momentum.
+
+    Phases of a meeting, every `period` steps:
+    1. Outer gradient: the parameters at the last meeting minus those of now, averaged over ranks.
+    2. The outer step, from the parameters at the last meeting. It is the same on all ranks.
+    3. All ranks go on from the result. The inner optimiser (AdamW in the paper) keeps its state.
+
+    With `outer_lr=1` and `outer_momentum=0` this is `LocalSGD`. A rank keeps two more numbers per
+    parameter: the parameters at the last meeting, and the momentum.
+
+    Args:
+        module, optimizer, group: as `LocalSGD`.
+        period: inner steps between two meetings, H in the paper (500 there).
+        outer_lr, outer_momentum: of the outer optimiser; the defaults are the paper's.
+
+    Raises:
+        ValueError: as `LocalSGD`, or the outer optimiser's numbers are out of range.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        period: int,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+            raise ValueError(
+                "DiLoCo: outer_lr must be above 0 and outer_momentum in 0 ... 1 (exclusive), got "
+                f"{outer_lr} and {outer_momentum}"
+            )
+        super().__init__(module, optimizer, period, group=group)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._met_at = [p.detach().clone() for p in self._parameters]
+        self.outer = torch.optim.SGD(
+            self._met_at, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+        )
+        self._steps_apart = 0
+
+    def step(self) -> None:
+        """One inner step, and an outer one if it is due. All ranks must call it."""
+        self._steps_apart += 1
+        super().step()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """The outer step. Collective. Without a step since the last one, it does nothing."""
+        if self._steps_apart == 0:
+            return
+        for before, now in zip(self._met_at, self._parameters, strict=True):
+            before.grad = before - now
+        moved = [before.grad for before in self._met_at if before.grad is not None]
+        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        self.sent_bytes += average_tensors([*moved, *buffers], self.group)
+        self.outer.step()
+        for before, now in zip(self._met_at, self._parameters, strict=True):
+            now.copy_(before)
+            before.grad = None
+        self._steps_apart = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, the parameters at the last meeting, and the outer optimiser's state."""
+        return {
+            **super().state_dict(),
+            "steps_apart": self._steps_apart,
+            "met_at": [before.clone() for before in self._met_at],
+            "outer": self.outer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._steps_apart = state["steps_apart"]
+        for before, saved in zip(self._met_at, state["met_at"], strict=True):
+            before.copy_(saved)
+        self.outer.load_state_dict(state["outer"])
 
 
 def torch_local_sgd(

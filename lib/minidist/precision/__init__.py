@@ -3,6 +3,7 @@
 - `formats`: fp32, tf32, fp16, bf16, fp8 as data; rounding to each of these formats,
 - `compare`: errors of a matrix product, a long sum and a small update, as rows for a table,
 - `scaler`: loss scaling from scratch, with one decision for all ranks,
+- `fp8`: scales per tensor, tile and block; linear layers whose products have fp8 inputs,
 - `master`: fp16 or bf16 parameters with an fp32 copy in the optimiser,
 - `training`: the autocast step, and the dtype policy for sharded training.
 
