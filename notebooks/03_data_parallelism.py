@@ -21,12 +21,13 @@
 # - build distributed data parallelism (DDP) in four steps, and say what each step buys;
 # - choose a bucket size, and see overlap on a timeline;
 # - feed the ranks the right samples, normalise, validate and save correctly;
+# - start ranks with torchrun and with `mp.spawn`, and say what each leaves to you;
 # - recognise the usual mistakes by what they do.
 #
-# It takes about 90 minutes. **The kernel is *torchrun × 2***: every cell runs on two ranks. Cells
+# It takes about 100 minutes. **The kernel is *torchrun × 2***: every cell runs on two ranks. Cells
 # that begin with `%%rank 0` compute, draw and check on one rank. Times come from the emulated
 # cluster: four ranks run real PyTorch code, and a simulator says what it would have taken on a
-# given network. They are the same on every machine. Six times the lecture asks for your guess
+# given network. They are the same on every machine. Seven times the lecture asks for your guess
 # before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
@@ -469,6 +470,49 @@ display(
     ),
     claim("... and at 1 Gbit/s", gain(0.125e9), (">", 2.2)),
 )
+
+# %% [markdown]
+# With two GPUs this cell times torch's own two classes on them; elsewhere it says that it cannot.
+
+
+# %%
+def ms_per_step(model: nn.Module, samples: torch.Tensor, steps: int = 20) -> float:
+    """The median time of a training step, in ms, by the clock of the GPU."""
+    took = []
+    for _ in range(5 + steps):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        model.zero_grad()
+        model(samples).square().mean().backward()
+        end.record()
+        torch.cuda.synchronize()
+        took.append(begin.elapsed_time(end))
+    return sorted(took[5:])[steps // 2]
+
+
+def time_both_classes(per_gpu: int = 256, width: int = 2048) -> dict[str, float]:
+    """DDP on all ranks, then DataParallel on rank 0 with the same GPUs and as many samples each."""
+
+    def wide_mlp() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(12))).to(device)
+
+    samples = torch.randn(per_gpu * world_size, width, device=device)
+    ddp = DistributedDataParallel(wide_mlp(), device_ids=[device.index])
+    found = {"DDP": ms_per_step(ddp, samples[:per_gpu])}
+    waiting = dist.new_group(backend="gloo")  # a barrier of NCCL would keep the other GPU busy
+    if rank == 0:
+        parallel = nn.DataParallel(wide_mlp(), device_ids=list(range(world_size)))
+        found["DataParallel"] = ms_per_step(parallel, samples)
+    dist.barrier(group=waiting)
+    return found
+
+
+if device.type == "cuda":
+    classes_ms = time_both_classes()
+    if rank == 0:
+        print({name: f"{took:.2f} ms per step" for name, took in classes_ms.items()})
+elif rank == 0:
+    print(f"{torch.cuda.device_count()} GPUs here, {world_size} needed: nothing is timed.")
 
 # %% [markdown]
 # How much DDP gains depends on how large gradients are compared with compute, and on N. Two figures
@@ -1783,12 +1827,170 @@ display(
 # torchrun --standalone --nproc-per-node 4 train.py        # one machine
 # ```
 #
-# [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) sets `RANK`, `LOCAL_RANK`,
-# `WORLD_SIZE` and the address to meet at; in the program `init_process_group("nccl")` reads them,
-# `torch.cuda.set_device(LOCAL_RANK)` takes the GPU. `torch.distributed.launch` is its deprecated
-# predecessor;
-# [`torch.multiprocessing.spawn`](https://docs.pytorch.org/docs/stable/multiprocessing.html) does
-# without it on one machine, and then you set the variables yourself. Several machines: lecture 10.
+# [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) starts the **script** once per
+# rank and sets `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and the address to meet at. In the program
+# `init_process_group("nccl")` reads them, and `torch.cuda.set_device(LOCAL_RANK)` takes the GPU.
+# (`torch.distributed.launch` is its deprecated predecessor. Several machines: lecture 10.)
+#
+# [`mp.spawn`](https://docs.pytorch.org/docs/stable/multiprocessing.html#spawning-subprocesses)
+# starts ranks from inside a program: `mp.spawn(train, args, nprocs=4)` calls the **function**
+# `train(rank, *args)` in four new processes of this machine.
+
+# %%
+# %%rank 0
+found_guess = predict(
+    "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: how many does a spawned rank find?", guess=None
+)
+found_guess
+
+# %% [markdown]
+# We start one script both ways. In it rank 1 is killed after an all-reduce, as Linux kills a
+# process when memory runs out.
+
+# %%
+# %%rank 0
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from minidist.launch import free_port
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def look():
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    print("found", sum(name in os.environ for name in names), flush=True)
+
+def work():
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    print(f"sum {total.item():.0f}", flush=True)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+def train(rank, world_size, port):   # a spawned rank gets its number; all else is ours to tell
+    look()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    work()
+
+if __name__ == "__main__":           # spawn imports this file again in every rank
+    if "spawn" in sys.argv:
+        mp.spawn(train, args=(2, int(sys.argv[2])), nprocs=2)
+    else:
+        look()
+        dist.init_process_group("gloo")
+        work()
+"""
+# This notebook runs under a torchrun itself; its variables must not reach the new ranks.
+INHERITED = ("TORCHELASTIC", "TORCH_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
+CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED)}
+
+
+def start(*words: str) -> subprocess.CompletedProcess:
+    """Run the script in a folder of its own until all of its ranks have ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job.py").write_text(SCRIPT)
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            env=CLEAN | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=55,
+            check=False,
+        )
+
+
+ended = {"spawn": start("job.py", "spawn", str(free_port()))}
+last_words = {"spawn": ended["spawn"].stderr.strip().splitlines()[-1]}
+print(last_words["spawn"])
+
+# %% [markdown]
+# The parent ends with this exception. And the script under torchrun:
+
+# %%
+# %%rank 0
+torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ended["torchrun"] = start(*torchrun, "job.py")
+last_words["torchrun"] = ended["torchrun"].stderr.partition("Root Cause")[2]
+print("Root Cause" + last_words["torchrun"].rstrip())
+
+# %%
+# %%rank 0
+found = {way: [w for w in ended[way].stdout.splitlines() if "found" in w] for way in ended}
+sums = {way: [w for w in ended[way].stdout.splitlines() if "sum" in w] for way in ended}
+rows = [line.split(" : ") for line in last_words["torchrun"].splitlines() if " : " in line]
+blamed = ", ".join(text for name, text in rows if name.strip() in ("rank", "traceback"))
+display(
+    found_guess.reveal(int(found["spawn"][0].split()[1])),
+    claim("spawn: what each rank finds of the four", " ".join(found["spawn"]), "found 0 found 0"),
+    claim("torchrun: what each finds", " ".join(found["torchrun"]), "found 4 found 4"),
+    claim(
+        "both ways make a process group: sum of the ranks",
+        " ".join(sums["spawn"] + sums["torchrun"]),
+        "sum 1 sum 1 sum 1 sum 1",
+    ),
+    claim(
+        "spawn names the rank that died, and the signal",
+        last_words["spawn"],
+        lambda text: "process 1 terminated with signal SIGKILL" in text,
+    ),
+    claim("torchrun, too", blamed, lambda text: "1 (local" in text and "(SIGKILL)" in text),
+    claim(
+        "both end the rank that is left, by SIGTERM",
+        ["SIGTERM" in ended[way].stderr for way in ended],
+        [True, True],
+    ),
+)
+
+# %% [markdown]
+# Both notice a death at once, say who died and end the others. torchrun does more: it finds a free
+# port, counts over several machines, and starts all ranks again if `--max-restarts` allows it
+# (lecture 10). With spawn your program is the parent. It gets an exception, as from a function
+# call, and the traceback if a rank raised one.
+#
+# One thing does not work: spawning a function of a notebook. A new process is a new Python, and
+# `pickle` sends it the *name* of the function and of its module, not the code:
+
+
+# %%
+# %%rank 0
+import pickle
+
+import torch.multiprocessing as mp
+
+
+def greet(rank: int = 0) -> str:
+    return f"hello from rank {os.environ.get('RANK')}"
+
+
+sent = pickle.dumps(greet)
+print(sent)
+try:
+    mp.spawn(greet, nprocs=1)
+    spawned = "it ran"
+except mp.ProcessExitedException as error:
+    spawned = str(error)
+display(
+    claim("a pickled function is its module and its name, bytes", len(sent), ("<", 60)),
+    claim("mp.spawn of a notebook's function", spawned, "process 0 terminated with exit code 1"),
+    claim("minidist.launch.run sends the code", run(greet, 1)[0], "hello from rank 0"),
+)
+
+# %% [markdown]
+# The new process looks for `greet` in its own `__main__`, where nobody has defined it. Put the
+# function into a file and import it, or let [cloudpickle](https://github.com/cloudpipe/cloudpickle)
+# send the code, as `minidist.launch.run` does in section 9. (`mp.start_processes` can fork instead:
+# then the child has the function, but a fork after CUDA has started cannot use the GPU.)
 #
 # ## Now you
 #
@@ -1876,6 +2078,9 @@ display(
 # - Metrics are sums and counts. Checkpoints hold the inner module, and rank 0 writes them.
 # - Collectives pair by order. Every rank calls every one of them, or somebody waits, or adds
 #   numbers that do not belong together.
+# - torchrun starts a script and puts each rank's place into its environment. `mp.spawn` calls a
+#   function that can be imported and gives it its rank; all else is yours. Both end all ranks when
+#   one dies.
 #
 # ## Questions
 #
@@ -1934,6 +2139,16 @@ display(
 #
 # </details>
 #
+# 6. A colleague starts 8 ranks with `mp.spawn` and a fixed port. The second job on the same machine
+#    ends at once. Why, and why does it not happen with `torchrun --standalone`?
+#
+# <details><summary>Answer</summary>
+#
+# The first job's rank 0 listens at that port, so the second cannot. `--standalone` takes a free
+# port for each job. With spawn the parent has to find one and to hand it to all ranks.
+#
+# </details>
+#
 # ## Try it
 #
 # - Take a training loop of your own for one GPU and make it data-parallel. The list: process group,
@@ -1956,6 +2171,8 @@ display(
 #   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799)
 # - *Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift*,
 #   [arXiv 1502.03167](https://arxiv.org/abs/1502.03167)
+# - PyTorch: [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html),
+#   [`torch.multiprocessing`](https://docs.pytorch.org/docs/stable/multiprocessing.html#spawning-subprocesses)
 # - The tutorial [Getting Started with Distributed Data
 #   Parallel](https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html)
 # - The library: `lib/minidist/parallel/data/`, in the order that its `__init__.py` gives.

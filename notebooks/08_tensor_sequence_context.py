@@ -20,16 +20,21 @@
 # - write f and g, the two operators that make the backward pass right, and spot code without them;
 # - count the communication of a block, forward and backward, and say why it wants NVLink;
 # - say what sequence parallelism saves, and what it costs;
+# - read a DTensor's placements, and say which message a change of them sends;
+# - hide that message behind a product by cutting both in chunks, and say when it does not pay;
 # - explain ring attention and the zig-zag order, and choose between a ring and Ulysses.
 #
-# It takes about 80 minutes. **The kernel is *torchrun × 4***: every cell runs on four ranks; a cell
-# that begins with `%%rank 0` computes, draws and checks on one of them. Six times the lecture asks
-# for your guess before it measures. Write it in the cell in place of `None`.
+# It takes about 100 minutes. **The kernel is *torchrun × 4***: every cell runs on four ranks; a
+# cell that begins with `%%rank 0` computes, draws and checks on one of them. Eight times the
+# lecture asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: longer training of the split GPT
 
 # %%
+import copy
+import dataclasses
+import logging
 import os
 import warnings
 from datetime import timedelta
@@ -39,7 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.collectives import CollectiveLog
+from minidist.collectives import CollectiveLog, torch_backend
 from minidist.data import make_tokens
 from minidist.device import choose_backend, choose_device
 from minidist.model import GPT, MLP, Block, GPTConfig, lm_loss
@@ -73,7 +78,15 @@ from IPython.display import display
 
 from minidist import cost
 from minidist.claims import claim
-from minidist.plots import PALETTE, new_figure, plot_bars, plot_lines, plot_stacked, style
+from minidist.plots import (
+    PALETTE,
+    new_figure,
+    plot_bars,
+    plot_lines,
+    plot_stacked,
+    plot_timeline,
+    style,
+)
 from minidist.widgets import explore, predict
 
 MEGATRON = "Shoeybi et al., Megatron-LM, arXiv 1909.08053"
@@ -515,42 +528,6 @@ display(
 )
 
 # %% [markdown]
-# ### The same by torch: DTensor
-#
-# [`parallelize_module`](https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html)
-# takes a plan (which layer is `ColwiseParallel`, which `RowwiseParallel`) and inserts f and g. It
-# has a trap. Query, key and value are *three* column-parallel layers with the same input, and each
-# of them reduces the gradient of that input: three all-reduces where one will do.
-# `PrepareModuleInput` on the attention makes its input one DTensor, and the three gradients are
-# added before they are sent. Count it:
-
-# %%
-from minidist.parallel.tensor.native import loss_parallel, parallelize_gpt_native
-
-mesh = dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",))
-native_counts = {}
-for one_input in (True, False):
-    torch.manual_seed(0)
-    native = parallelize_gpt_native(GPT(config).to(device), mesh, one_input=one_input)
-    tokens, answers = (t.to(device) for t in make_tokens(2, 64, 64, seed=0))
-    with loss_parallel():
-        native_loss = lm_loss(native(tokens), answers)
-        with CollectiveLog() as log:
-            native_loss.backward()
-    native_counts[one_input] = log.counts().get("all_reduce", 0)
-
-# %%
-# %%rank 0
-display(
-    claim(
-        "torch's plan with three separate inputs: further all-reduces per block backward",
-        (native_counts[False] - native_counts[True]) / config.num_layers,
-        2.0,
-        rtol=1e-9,
-    ),
-)
-
-# %% [markdown]
 # ### A whole GPT
 #
 # `parallelize_gpt` splits embeddings and output layer, too, along the vocabulary. The loss is then
@@ -895,7 +872,582 @@ display(
 )
 
 # %% [markdown]
-# ## 7 · Context parallelism: ring attention
+# ## 7 · DTensor and DeviceMesh
+#
+# So far a rank's tensor was plain. Whether it was a part, a copy or a summand, only our code knew.
+# A [**DTensor**](https://docs.pytorch.org/docs/stable/distributed.tensor.html) keeps that with the
+# tensor: it has a local tensor, a mesh of ranks, and one *placement* for each dimension of the
+# mesh.
+#
+# | placement | a rank holds | in section 1 |
+# |---|---|---|
+# | `Shard(d)` | its part along dimension d | xᵢ and Wᵢ; what a split by columns gives |
+# | `Replicate()` | all of it | x |
+# | `Partial()` | a summand of it | what a split by rows gives |
+#
+# Here are the two products of section 1 again, written as one process would write them:
+
+# %%
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+mesh = dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",))
+copied_x = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+some_columns = distribute_tensor(W, mesh, [Shard(1)])
+some_rows = distribute_tensor(W, mesh, [Shard(0)])
+split_y = copied_x @ some_columns
+summand_y = copied_x.redistribute(placements=[Shard(1)]) @ some_rows
+split_y.sum().backward()
+gradient_of_x = copied_x.grad
+print(split_y.placements, summand_y.placements, gradient_of_x.placements)
+
+# %% [markdown]
+# Torch has found all three: a split by columns gives parts, a split by rows gives summands, and the
+# gradient of a copied x is a partial sum. So f and g of section 2 are one change of placement,
+# **Partial → Replicate**: g makes it forward, f backward.
+#
+# A change of placement is a message, and `redistribute` sends it.
+
+# %%
+# %%rank 0
+change_guess = predict("Partial → Shard(0): which collective does redistribute call?", guess=None)
+change_guess
+
+# %% [markdown]
+# We change a matrix of N bytes from each placement to each other one. Our own backend carries the
+# messages here, since it counts what a rank really sends.
+
+# %%
+torch_backend.register()
+counting = dist.new_group(backend="minidist")
+counted_mesh = dist.DeviceMesh.from_group(counting, "cpu", mesh_dim_names=("tp",))
+# On a CPU torch has no all-to-all; it says so, and gathers instead.
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+torch.manual_seed(3)
+matrix = torch.randn(8, 16, dtype=torch.float64)
+PLACED = {
+    "Shard(0)": Shard(0),
+    "Shard(1)": Shard(1),
+    "Replicate": Replicate(),
+    "Partial": Partial(),
+}
+LOCAL = {
+    "Shard(0)": matrix.chunk(world_size, 0)[rank],
+    "Shard(1)": matrix.chunk(world_size, 1)[rank].contiguous(),
+    "Replicate": matrix,
+    "Partial": matrix / world_size,
+}
+changes, change_error = {}, 0.0
+for before in PLACED:
+    for after in PLACED:
+        if before == after:
+            continue
+        tensor = DTensor.from_local(LOCAL[before], counted_mesh, [PLACED[before]])
+        try:
+            with CollectiveLog() as log:
+                changed = tensor.redistribute(placements=[PLACED[after]]).to_local()
+        except RuntimeError:
+            changes[before, after] = ("refused", 0.0)
+            continue
+        expected = matrix / world_size if after == "Partial" else LOCAL[after]
+        change_error = max(change_error, (changed - expected).abs().max().item())
+        called = next((r.kind for r in log.records if r.num_bytes_sent is None), "nothing")
+        changes[before, after] = (called, log.num_bytes_sent() / (matrix.numel() * 8))
+if rank == 0:
+    for (before, after), (called, share) in changes.items():
+        print(f"{before:>9} → {after:9} {called:15} {share:5.2f} N")
+
+# %%
+# %%rank 0
+part = (world_size - 1) / world_size
+sent_by = {change: share for change, (_, share) in changes.items()}
+display(
+    change_guess.reveal(changes["Partial", "Shard(0)"][0]),
+    claim(
+        "parts of x W as DTensor and as in section 1: largest difference",
+        (split_y.to_local() - by_columns).abs().max().item(),
+        ("<", 1e-12),
+    ),
+    claim(
+        "placements of the two products and of the gradient of x",
+        [
+            split_y.placements == (Shard(1),),
+            summand_y.placements == (Partial(),),
+            gradient_of_x.placements == (Partial(),),
+        ],
+        [True, True, True],
+    ),
+    claim("changed tensors against the matrix: largest difference", change_error, ("<", 1e-12)),
+    claim(
+        "Partial → Replicate, bytes that a rank sends / N: an all-reduce, 2 (n - 1)/n",
+        sent_by["Partial", "Replicate"],
+        2 * part,
+        rtol=1e-9,
+    ),
+    claim(
+        "Partial → Shard, Shard → Replicate: half of it, (n - 1)/n",
+        [sent_by["Partial", "Shard(0)"], sent_by["Shard(0)", "Replicate"]],
+        [part, part],
+        rtol=1e-9,
+    ),
+    claim(
+        "Replicate → Shard: bytes sent",
+        [sent_by["Replicate", "Shard(0)"], sent_by["Replicate", "Shard(1)"]],
+        [0.0, 0.0],
+        atol=1e-12,
+    ),
+    claim(
+        "Shard(0) → Shard(1) on a CPU: an all-gather, n times the (n - 1)/n² of an all-to-all",
+        sent_by["Shard(0)", "Shard(1)"] / (part / world_size),
+        float(world_size),
+        rtol=1e-9,
+    ),
+    claim(
+        "changes that redistribute refuses, to Shard(0), Shard(1), Replicate, Partial",
+        [
+            sum(called == "refused" for (_, after), (called, _) in changes.items() if after == end)
+            for end in PLACED
+        ],
+        [0, 0, 0, 3],
+    ),
+)
+
+# %% [markdown]
+# Going from copies to parts is free: each rank cuts its own copy. Going from one split to another
+# is an all-to-all on GPUs; on a CPU torch gathers everything and cuts. Nobody may ask for
+# `Partial`: it arises where a product is left unfinished.
+#
+# ### A block by plan
+#
+# [`parallelize_module`](https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html)
+# takes a plan for a module that knows nothing of ranks. An entry says how a layer's weight is
+# placed and which placements its input and output have. Where they do not fit, torch redistributes.
+# This is the block of section 6, with norms that see a part of the tokens, beside our own layers:
+
+# %%
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+PLAN = {
+    "norm1": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "attention.query": ColwiseParallel(),
+    "attention.key": ColwiseParallel(),
+    "attention.value": ColwiseParallel(),
+    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "norm2": SequenceParallel(),
+    "mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+planned = parallelize_module(copy.deepcopy(block), mesh, PLAN)
+planned.attention.num_heads //= world_size  # the attention sees this rank's heads
+from_scratch = ParallelBlock(block, TensorParallel(sequence_parallel=True))
+torch.manual_seed(4)
+goal_BTD = torch.randn_like(tokens_BTD)
+block_loss, block_calls = {}, {}
+for name, module in (("torch", planned), ("ours", from_scratch)):
+    here, goal = (t.chunk(world_size, 1)[rank] for t in (tokens_BTD, goal_BTD))
+    with CollectiveLog() as log:
+        loss = F.mse_loss(module(here), goal)
+        loss.backward()
+    block_loss[name], block_calls[name] = loss.item(), log.counts()
+gradient_error, still_partial = 0.0, []
+for (name, theirs), mine in zip(planned.named_parameters(), from_scratch.parameters(), strict=True):
+    if theirs.grad.placements == (Partial(),):
+        still_partial.append(name)
+    gradient = theirs.grad.redistribute(placements=theirs.placements).to_local()
+    gradient_error = max(gradient_error, (gradient - mine.grad).abs().max().item())
+with CollectiveLog() as step_log:
+    torch.optim.AdamW(planned.parameters()).step()
+if rank == 0:
+    print(block_calls, "\nstill Partial:", still_partial)
+
+# %%
+# %%rank 0
+large = ("all_gather", "reduce_scatter")
+display(
+    claim(
+        "loss of a rank's tokens, by plan / by our layers",
+        block_loss["torch"] / block_loss["ours"],
+        1.0,
+        rtol=1e-12,
+    ),
+    claim("gradients of all weights: largest difference", gradient_error, ("<", 1e-12)),
+    claim(
+        "all-gathers and reduce-scatters of a block, by plan and by our layers",
+        [block_calls[way].get(kind, 0) for way in ("torch", "ours") for kind in large],
+        [4, 4, 4, 4],
+    ),
+    claim(
+        "small all-reduces in backward, by plan and by our layers",
+        [block_calls[way].get("all_reduce", 0) for way in ("torch", "ours")],
+        [0, 6],
+    ),
+    claim(
+        "gradients that are Partial after backward",
+        " ".join(still_partial),
+        "norm1.weight norm1.bias norm2.weight norm2.bias",
+    ),
+    claim(
+        "all-reduces of these four in AdamW's step",
+        step_log.counts().get("all_reduce", 0),
+        (">=", 4),
+    ),
+)
+
+# %% [markdown]
+# The same loss, the same gradients, the same large messages. The six small all-reduces of section 6
+# are not forgotten: torch takes two biases' gradients from the gathered gradient, and leaves those
+# of the norms `Partial`. Whoever reads them sums them, here the optimizer.
+#
+# A plan has a trap. Query, key and value are *three* column-parallel layers with one input. Without
+# `PrepareModuleInput` each of them reduces the gradient of that input: three all-reduces where one
+# will do. With it, the input is one DTensor, and the three gradients are added before they are
+# sent.
+
+# %%
+from minidist.parallel.tensor.native import loss_parallel, parallelize_gpt_native
+
+native_counts = {}
+for one_input in (True, False):
+    torch.manual_seed(0)
+    native = parallelize_gpt_native(GPT(config).to(device), mesh, one_input=one_input)
+    tokens, answers = (t.to(device) for t in make_tokens(2, 64, 64, seed=0))
+    with loss_parallel():
+        native_loss = lm_loss(native(tokens), answers)
+        with CollectiveLog() as log:
+            native_loss.backward()
+    native_counts[one_input] = log.counts().get("all_reduce", 0)
+
+# %%
+# %%rank 0
+display(
+    claim(
+        "a plan with three separate inputs: further all-reduces per block backward",
+        (native_counts[False] - native_counts[True]) / config.num_layers,
+        2.0,
+        rtol=1e-9,
+    ),
+)
+
+# %% [markdown]
+# ### Two dimensions
+#
+# A mesh may have several dimensions with names, and then a tensor has a placement for each. A name
+# cuts out a rank's own line of the mesh, with its process group: `mesh_2d["tp"]` is what
+# `parallelize_module` takes, and `mesh_2d["dp"]` what `fully_shard` takes. Here W is split by
+# columns over tp, once copied over dp, once split by rows over dp as well.
+
+# %%
+mesh_2d = dist.init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+tp_only = distribute_tensor(W, mesh_2d, [Replicate(), Shard(1)])
+both = distribute_tensor(W, mesh_2d, [Shard(0), Shard(1)])
+with CollectiveLog() as fsdp_log:
+    gathered_W = both.redistribute(placements=tp_only.placements)
+    unsharding_error = (gathered_W.to_local() - tp_only.to_local()).abs().max().item()
+mine = {
+    "place": mesh_2d.get_coordinate(),
+    "dp": mesh_2d["dp"].mesh.tolist(),
+    "tp": mesh_2d["tp"].mesh.tolist(),
+    "copied over dp": tuple(tp_only.to_local().shape),
+    "split over both": tuple(both.to_local().shape),
+    "calls": [(r.kind, list(r.ranks)) for r in fsdp_log.records],
+    "error": unsharding_error,
+}
+lines = [None] * world_size
+dist.all_gather_object(lines, mine)
+if rank == 0:
+    for number, line in enumerate(lines):
+        print(f"rank {number}:", {key: line[key] for key in list(line)[:-2]})
+
+# %%
+# %%rank 0
+display(
+    claim(
+        "numbers of W that a rank holds: split over tp, split over both",
+        [tp_only.to_local().numel() / W.numel(), both.to_local().numel() / W.numel()],
+        [2 / world_size, 1 / world_size],
+        rtol=1e-9,
+    ),
+    claim(
+        "from both to tp only: every rank calls one all-gather, among its dp ranks",
+        all(line["calls"] == [("all_gather", line["dp"])] for line in lines),
+        True,
+    ),
+    claim("... and has the columns", [line["error"] for line in lines], ("<", 1e-12)),
+)
+
+# %% [markdown]
+# That all-gather is what FSDP does before it uses a layer (lecture 5): with DTensors, FSDP × tensor
+# parallelism is two placements. Lecture 9 says which ranks belong on which dimension.
+
+# %% [markdown]
+# ## 8 · Async tensor parallelism
+#
+# A data-parallel all-reduce hides behind the backward pass of other layers. The messages of section
+# 6 cannot: the product needs the gathered tokens, and the scatter needs the product. But *one
+# chunk* of the tokens needs only its own messages. So cut the tokens in chunks: while one chunk is
+# multiplied, the next one is gathered and the last one scattered.
+
+# %%
+# %%rank 0
+chunks_guess = predict(
+    "Messages 209 µs, products 351 µs, not cut: 560 µs. What is the shortest step with chunks?",
+    guess=None,
+    unit="µs",
+)
+chunks_guess
+
+# %% [markdown]
+# This MLP does it, on the emulated cluster of four GPUs. Each has its part of the tokens, and its
+# columns and rows of the weights.
+
+
+# %%
+# %%rank 0
+from minidist import emulate
+from minidist.emulate.teach import run_traced
+
+
+def mlp_in_chunks(num_chunks: int, num_tokens: int, width: int):
+    """One rank's tokens through an MLP; each chunk is gathered, multiplied and scattered."""
+    from minidist.device import all_gather_single, reduce_scatter_single
+
+    n, r = dist.get_world_size(), dist.get_rank()
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, width, generator=numbers).chunk(n)[r]
+    A = torch.randn(width, 4 * width, generator=numbers).chunk(n, 1)[r]
+    B = torch.randn(4 * width, width, generator=numbers).chunk(n, 0)[r]
+    dist.barrier()
+    gathers, scatters = [], []
+    for part in x.chunk(num_chunks):
+        tokens = torch.empty(n * len(part), width)
+        gathers.append((tokens, all_gather_single(tokens, part, async_op=True)))
+    for tokens, gathering in gathers:
+        gathering.wait()
+        summand = F.gelu(tokens @ A) @ B
+        out = torch.empty(len(summand) // n, width)
+        scatters.append((out, reduce_scatter_single(out, summand, async_op=True)))
+    for _, scattering in scatters:
+        scattering.wait()
+    return [out for out, _ in scatters]
+
+
+CHUNKS, LONG, SHORT, MLP_WIDTH = (1, 2, 4, 8), 512, 64, 128
+runs = {
+    (num_tokens, c): run_traced(mlp_in_chunks, 4, c, num_tokens, MLP_WIDTH)
+    for num_tokens in (LONG, SHORT)
+    for c in CHUNKS
+}
+
+# %% [markdown]
+# We replay the traces on GPUs of 0.1 TFLOP/s that take 5 µs to start an operation, with links of 2
+# GB/s and 2 µs: slow enough that these small products take the time of large ones.
+
+
+# %%
+# %%rank 0
+SLOW_LINK = emulate.Link(bandwidth_bytes_per_s=2e9, latency_s=2e-6)
+SLOW_GPUS = emulate.Cluster(
+    name="four slow GPUs",
+    nodes=1,
+    devices_per_node=4,
+    intra_node=SLOW_LINK,
+    inter_node=SLOW_LINK,
+    peak_flops_per_s=1e11,
+    memory_bandwidth_bytes_per_s=1e15,
+    launch_s=5e-6,
+)
+
+
+def after_start(num_tokens: int, c: int):
+    """The timeline of a run, and when its inputs are there, in seconds."""
+    _, trace = runs[num_tokens, c]
+    timeline = emulate.simulate(trace, SLOW_GPUS)
+    barrier = next(i for i, e in enumerate(trace.events[0]) if e.collective == "barrier")
+    return timeline, timeline.event_times[0][barrier][1]
+
+
+step_us, product_us = {}, {}
+for key in runs:
+    timeline, start_s = after_start(*key)
+    step_us[key] = 1e6 * (timeline.makespan_s - start_s)
+    product_us[key] = 1e6 * sum(
+        each.end_s - each.start_s
+        for each in timeline.intervals[0]
+        if each.kind == "compute" and each.start_s >= start_s
+    )
+figure, _ = new_figure(8.5, 4.6)
+figure.clear()
+with style():
+    axes = figure.subplots(4, 1, sharex=True)
+for ax, c in zip(axes, CHUNKS, strict=True):
+    timeline, start_s = after_start(LONG, c)
+    one = dataclasses.replace(timeline, world_size=1, intervals=timeline.intervals[:1])
+    name = f"{c} chunk{'s' * (c > 1)}: {step_us[LONG, c]:.0f} µs"
+    plot_timeline(one, start_s=start_s, end_s=start_s + 565e-6, ax=ax, title=name)
+    ax.set(xlabel="", yticks=[])
+axes[-1].set_xlabel("time (µs)")
+display(figure, chunks_guess.reveal(min(step_us[LONG, c] for c in CHUNKS)))
+
+# %% [markdown]
+# What stays exposed is the first chunk's gather and the last chunk's scatter, and smaller chunks
+# make both shorter. But every chunk pays the latency of its messages and the start of its
+# operations, so eight chunks are slower than four. With c chunks, G and S seconds for the bytes of
+# all gathers and scatters, λ for the latency of one collective, and P(c) for the products with
+# their starts, the step takes
+#
+# $$ \max\left(P(c) + \frac{G + S}{c} + 2\lambda,\ \ G + S + 2c\lambda\right): $$
+#
+# either the products are busy all the time, or the link is.
+
+
+# %%
+# %%rank 0
+def step_by_formula(product: float, num_bytes: float, n: int, c: int, link) -> float:
+    """Seconds of gather, product and scatter in c chunks; `product` is P(c)."""
+    sent_s = 2 * (n - 1) / n * num_bytes / link.bandwidth_bytes_per_s  # gathers and scatters
+    latency_s = (n - 1) * link.latency_s
+    return max(product + sent_s / c + 2 * latency_s, sent_s + 2 * c * latency_s)
+
+
+by_formula = {
+    (num_tokens, c): 1e6
+    * step_by_formula(product_us[num_tokens, c] / 1e6, 4 * num_tokens * MLP_WIDTH, 4, c, SLOW_LINK)
+    for num_tokens, c in runs
+}
+numbers = torch.Generator().manual_seed(0)
+sizes = ((LONG, MLP_WIDTH), (MLP_WIDTH, 4 * MLP_WIDTH), (4 * MLP_WIDTH, MLP_WIDTH))
+x_all, A_all, B_all = (torch.randn(*size, generator=numbers) for size in sizes)
+in_one_go = F.gelu(x_all @ A_all) @ B_all
+chunk_error = max(
+    (
+        (torch.cat([out for outs in runs[LONG, c][0] for out in outs]) - in_one_go).norm()
+        / in_one_go.norm()
+    ).item()
+    for c in CHUNKS
+)
+plot_lines(
+    CHUNKS,
+    {
+        f"{num_tokens} tokens": [step_us[num_tokens, c] / step_us[num_tokens, 1] for c in CHUNKS]
+        for num_tokens in (LONG, SHORT)
+    },
+    ideal={"not cut": [1.0] * len(CHUNKS)},
+    logx=True,
+    ticks=CHUNKS,
+    xlabel="chunks",
+    ylabel="step / step that is not cut",
+    title="Cutting pays for long products only",
+)
+
+# %%
+# %%rank 0
+display(
+    claim("the MLP in chunks against one process, relative error", chunk_error, ("<", 1e-5)),
+    claim(
+        "512 tokens, not cut: messages and products, µs",
+        [step_us[LONG, 1] - product_us[LONG, 1], product_us[LONG, 1]],
+        [209, 351],
+        rtol=0.003,
+    ),
+    claim(
+        "steps on the emulated cluster / by the formula, both lengths, all chunks",
+        [step_us[key] / by_formula[key] for key in runs],
+        [1.0] * len(runs),
+        rtol=1e-6,
+    ),
+    claim(
+        "512 tokens: the best of 1, 2, 4 and 8 chunks",
+        min(CHUNKS, key=lambda c: step_us[LONG, c]),
+        4,
+    ),
+    claim(
+        "512 tokens: share of the exposed time that 4 chunks save",
+        (step_us[LONG, 1] - step_us[LONG, 4]) / (step_us[LONG, 1] - product_us[LONG, 1]),
+        (">", 0.45),
+    ),
+    claim(
+        "64 tokens: step with 2, 4 and 8 chunks / not cut",
+        [step_us[SHORT, c] / step_us[SHORT, 1] for c in CHUNKS[1:]],
+        (">", 1.0),
+    ),
+)
+
+# %% [markdown]
+# Now an MLP of GPT-3's width on eight GPUs, by the formula, its products at 60 % of the peak of an
+# H100. (A GPU also multiplies small chunks less efficiently; that is not in the formula.)
+
+
+# %%
+# %%rank 0
+def chunk_explorer(width: int = 12288, tokens: int = 2048, link: str = "NVLink 4 (H100)"):
+    """Exposed time of an MLP on 8 GPUs against the number of chunks, by the formula."""
+    product_s = 2 * 2 * tokens * width * 4 * width / 8 / (0.6 * cost.H100.peak())
+    counts = [2**i for i in range(6)]
+    steps = [step_by_formula(product_s, 2 * tokens * width, 8, c, LINKS[link]) for c in counts]
+    best = min(range(len(counts)), key=lambda i: steps[i])
+    return plot_lines(
+        counts,
+        {"exposed": [1e6 * (step - product_s) for step in steps]},
+        ideal={"products": [1e6 * product_s] * len(counts)},
+        logx=True,
+        logy=True,
+        ticks=counts,
+        xlabel="chunks",
+        ylabel="µs",
+        title=f"{link}: best with {counts[best]} chunks, "
+        f"step {100 * (1 - steps[best] / steps[0]):.0f} % shorter",
+    )
+
+
+explore(
+    chunk_explorer,
+    width=[1024, 2048, 4096, 8192, 12288, 20480],
+    tokens=[512, 1024, 2048, 4096, 8192],
+    link=list(LINKS),
+    labels={"width": "width h", "tokens": "tokens s", "link": "link"},
+    alt="Line: exposed communication of an MLP against the number of chunks",
+)
+
+# %% [markdown]
+# Over a slow link the messages take longer than the products. Then no number of chunks hides them:
+# keep tensor parallelism inside a node, chunks or not.
+#
+# PyTorch's version is called **async tensor parallelism** ([design and
+# measurements](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)).
+# In [torchtitan](https://github.com/pytorch/torchtitan) the option is
+# `enable_async_tensor_parallel`, and it needs `torch.compile`: the compiler finds the pairs of
+# gather and product, and of product and scatter, and puts one fused operation in place of each. It
+# cuts t chunks for t ranks. A rank begins with its own chunk, which needs no message, and copies
+# the others from the memory of their owners. That memory is
+# [symmetric](https://docs.pytorch.org/docs/stable/symmetric_memory.html): every rank of a group can
+# address it over NVLink, so a copy needs no kernel that would take cores away from the product.
+
+# %%
+# %%rank 0
+ASYNC_TP = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, bf16"
+display(
+    claim(
+        "Llama 3 70B, FSDP 32 × TP 8 on 256 H100: tokens/s per GPU, plain and async",
+        "597 and 652",
+        status="cited",
+        authority=ASYNC_TP,
+    ),
+    claim(
+        "Llama 3 8B, FSDP 8 × TP 8 on 64 H100: tokens/s per GPU, plain and async",
+        "4,378 and 4,809",
+        status="cited",
+        authority=ASYNC_TP,
+    ),
+)
+
+# %% [markdown]
+# ## 9 · Context parallelism: ring attention
 #
 # Now the sequence itself is too long: 128 thousand tokens or a million. Every rank gets s/n tokens,
 # everywhere in the model. Norms and MLPs work on each token alone, so nothing changes for them. In
@@ -1171,8 +1723,6 @@ def attention_once(method: str) -> None:
     getattr(context, f"{method}_attention")(*mine).sum().backward()
 
 
-from minidist import emulate
-from minidist.emulate.teach import run_traced
 from minidist.parallel.context import ring_bytes, ulysses_bytes
 
 shape = {"batch": 1, "num_heads": 8, "num_tokens": 64, "head_width": 16, "itemsize": 4}
@@ -1328,6 +1878,12 @@ display(
 # - Sequence parallelism splits each all-reduce into reduce-scatter and all-gather: the same bytes.
 #   Activations are divided by t, if inputs are gathered again in the backward pass. Replicated
 #   parameters' gradients must be summed.
+# - A DTensor is a local tensor, a mesh and a placement per mesh dimension. Partial → Replicate is
+#   an all-reduce, Partial → Shard a reduce-scatter, Shard → Replicate an all-gather; Replicate →
+#   Shard sends nothing.
+# - Async tensor parallelism cuts gather, product and scatter in chunks. One chunk's gather and
+#   scatter stay exposed. Latencies and launches grow with the chunks, and no cut hides more than
+#   the product lasts.
 # - Context parallelism: zig-zag order, positions, sum of gradients. A ring sends more and hides it;
 #   Ulysses sends less and needs heads that divide.
 #
@@ -1381,11 +1937,34 @@ display(
 #
 # </details>
 #
+# 6. A weight of a 2 × 4 mesh (dp, tp) is placed `[Shard(0), Shard(1)]`. Which part of it does a
+#    rank hold, and what does `redistribute` to `[Replicate(), Shard(1)]` send?
+#
+# <details><summary>Answer</summary>
+#
+# An eighth: half of the rows, a quarter of the columns. An all-gather over the two dp ranks: each
+# sends its eighth and then holds a quarter. No tp rank takes part. FSDP does that before it uses
+# the layer.
+#
+# </details>
+#
+# 7. Gather and scatter of a block take 100 µs each, its products 150 µs. What is the shortest step
+#    that cutting can reach?
+#
+# <details><summary>Answer</summary>
+#
+# 200 µs: the link is busy all the time, and then the products hide and not the messages. Without
+# chunks it takes 350 µs.
+#
+# </details>
+#
 # ## Try it
 #
 # - Take `f` out in section 2 and train a two-layer MLP. Does the loss fall? Do the ranks agree?
 # - In the ring stepper choose the contiguous order and eight ranks. Who waits in step 3?
 # - Find the width at which communication over NVLink 4 takes half as long as computing, at tp 8.
+# - In section 7 leave `norm2` out of the plan. Does anything complain? Compare the gradients of its
+#   weight on the ranks.
 #
 # Then do it yourself: write the layer of this lecture in the bonus notebook
 # [**bonus_tensor_parallel**](../labs/bonus_tensor_parallel/bonus_tensor_parallel.ipynb), from f and
@@ -1399,6 +1978,14 @@ display(
 #   [arXiv 1909.08053](https://arxiv.org/abs/1909.08053)
 # - *Reducing Activation Recomputation in Large Transformer Models* (sequence parallelism),
 #   [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)
+# - PyTorch: [DTensor](https://docs.pytorch.org/docs/stable/distributed.tensor.html), [tensor
+#   parallelism](https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html), the recipe
+#   [DeviceMesh](https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html),
+#   [symmetric memory](https://docs.pytorch.org/docs/stable/symmetric_memory.html)
+# - [Introducing Async Tensor Parallelism in
+#   PyTorch](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)
+# - *FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion*,
+#   [arXiv 2406.06858](https://arxiv.org/abs/2406.06858)
 # - *Ring Attention with Blockwise Transformers for Near-Infinite Context*,
 #   [arXiv 2310.01889](https://arxiv.org/abs/2310.01889)
 # - *Striped Attention: Faster Ring Attention for Causal Transformers*,

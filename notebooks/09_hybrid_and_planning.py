@@ -21,10 +21,11 @@
 # - plan a job for any number of GPUs, and say *why* one plan beats another;
 # - read the recipes of Megatron-LM and DeepSpeed, and check that their numbers fit together;
 # - recompute published training runs, and tell MFU from HFU;
-# - trace one step of a job of 1,024 ranks on your laptop.
+# - trace one step of a job of 1,024 ranks on your laptop;
+# - choose a layout for a given cluster, run it, and be told how near to the best it is.
 #
-# It takes about 90 minutes. **The kernel is *torchrun × 4***; a cell that begins with `%%rank 0`
-# computes, draws and checks on one rank. Six times the lecture asks for your guess before it
+# It takes about 110 minutes. **The kernel is *torchrun × 4***; a cell that begins with `%%rank 0`
+# computes, draws and checks on one rank. Seven times the lecture asks for your guess before it
 # measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
@@ -1280,6 +1281,257 @@ display(
 #
 # </details>
 #
+# ### Choose a layout, and run it
+#
+# Two nodes of four GPUs, with 1 GB/s between the GPUs of a node and 0.1 GB/s between the nodes. A
+# GPT of four blocks and 64 features trains on 16 sequences of 32 tokens per step. All of it is
+# small, so that the emulated cluster can run it: the ranks compute for real, the clock is
+# simulated. You choose dp, pp, tp and the micro-batch.
+
+# %%
+# %%rank 0
+cross_guess = predict("Which axis should cross the slow link: dp, pp or tp?", guess=None)
+cross_guess
+
+# %% [markdown]
+# The trainer of section 3 runs each layout; two barriers mark its step.
+
+
+# %%
+# %%rank 0
+from minidist import emulate
+from minidist.emulate.teach import run_traced
+from minidist.model import GPT, lm_loss
+from minidist.seeding import seed_all
+
+JOB = {"width": 64, "num_layers": 4, "num_heads": 4, "context": 32, "global_batch": 16}
+JOB |= {"precision": "fp64", "warmup": 0, "quiet": True}
+TWO_NODES = emulate.Cluster(
+    name="two nodes of four",
+    nodes=2,
+    devices_per_node=4,
+    intra_node=emulate.Link(bandwidth_bytes_per_s=1e9, latency_s=5e-6),
+    inter_node=emulate.Link(bandwidth_bytes_per_s=1e8, latency_s=20e-6),
+    peak_flops_per_s=1e10,
+    memory_bandwidth_bytes_per_s=1e11,
+)
+
+
+def train_layouts(layouts: list[dict], num_steps: int) -> list[list[float]]:
+    """On every rank: train under each layout; one list of losses for each."""
+    curves = []
+    for layout in layouts:
+        config = TrainConfig(**layout, **JOB)
+        degrees = config.check(dist.get_world_size())
+        mesh = make_mesh(dp=degrees.dp, pp=degrees.pp, tp=degrees.tp)
+        trainer = build_trainer(config, degrees, mesh, torch.device("cpu"))
+        share = config.global_batch // degrees.dp
+        mine = slice(mesh.coordinate("dp") * share, (mesh.coordinate("dp") + 1) * share)
+        curves.append([])
+        for seed in range(num_steps):
+            tokens, answers = make_tokens(16, 32, 64, seed=seed)
+            dist.barrier()
+            loss = trainer.forward_backward(tokens[mine], answers[mine])
+            trainer.step()
+            dist.barrier()
+            curves[-1].append(loss.item())
+    return curves
+
+
+def race(layouts: list[dict], num_steps: int = 2) -> list[dict]:
+    """Losses of each layout, ms of its first step, and what a rank does in it, on average."""
+    results, trace = run_traced(train_layouts, 8, layouts, num_steps)
+    times = emulate.simulate(trace, TWO_NODES).event_times
+    marks = [
+        span
+        for event, span in zip(trace.events[0], times[0], strict=True)
+        if event.kind == "issue" and event.collective == "barrier"
+    ]
+    found = []
+    for number, layout in enumerate(layouts):
+        (_, begin_s), (end_s, _) = marks[2 * num_steps * number :][:2]
+        degrees = TrainConfig(**layout, **JOB).check(8)
+        shape = MeshShape(dp=degrees.dp, pp=degrees.pp, tp=degrees.tp)
+        spent = dict.fromkeys(("computing", "dp", "pp", "tp", "rest"), 0.0)
+        for r in range(8):
+            calls = {e.key: e for e in trace.events[r] if e.kind == "issue"}
+            for event, (start_s, stop_s) in zip(trace.events[r], times[r], strict=True):
+                if not begin_s <= start_s <= stop_s <= end_s or event.kind == "issue":
+                    continue
+                what = (
+                    "computing" if event.kind == "compute" else axis_of(calls[event.key], shape, r)
+                )
+                spent[what] += 1e3 * (stop_s - start_s) / 8
+        step_ms = 1e3 * (end_s - begin_s)
+        spent["rest"] = step_ms - sum(spent[name] for name in spent if name != "rest")
+        found.append({"losses": results[0][number], "ms": step_ms, "spent": spent})
+    return found
+
+
+def axis_of(call, shape: MeshShape, r: int) -> str:
+    """The axis of the mesh along which a rank communicates."""
+    if call.collective in ("send", "recv"):
+        return "pp"
+    own = [axis for axis in ("tp", "dp", "pp") if shape.sizes[axis] > 1]
+    return next((a for a in own if set(call.ranks) == set(shape.ranks_along(a, r))), "rest")
+
+
+# %% [markdown]
+# Three layouts to begin with. The dashed line is the fastest step of all: a test of the course has
+# run every layout that there is.
+
+# %%
+# %%rank 0
+BEST_MS = 23.2  # of all layouts; tests/lectures/test_layouts.py runs them
+MISSES = {
+    "dp 8, micro-batch 2": {"dp": 8, "micro_batch": 2},
+    "dp 4, pp 2, micro-batch 4": {"dp": 4, "pp": 2, "micro_batch": 4},
+    "dp 2, tp 4, micro-batch 8": {"dp": 2, "tp": 4, "micro_batch": 8},
+}
+ran = dict(zip(MISSES, race(list(MISSES.values())), strict=True))
+plot_stacked(
+    {name: each["spent"] for name, each in ran.items()},
+    xlabel="ms per step: what a rank does, on average",
+    limit=BEST_MS,
+    limit_label="best",
+    form="{:.0f}",
+    title="Three layouts",
+)
+
+# %% [markdown]
+# Your turn. The cell after it runs your layout, compares its losses with one process, and tells you
+# where the time goes. Within 5 % of the best is right.
+
+# %%
+# %%rank 0
+my_layout = None  # {"dp": 2, "pp": 2, "tp": 2, "micro_batch": 4}, say
+
+
+# %%
+# %%rank 0
+def alone(num_steps: int) -> list[float]:
+    """The same training in one process, without any of our trainers."""
+    config = TrainConfig(**JOB)
+    seed_all(config.seed)
+    model = GPT(config.model).double()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.lr, weight_decay=config.weight_decay
+    )
+    losses = []
+    for seed in range(num_steps):
+        tokens, answers = make_tokens(16, 32, 64, seed=seed)
+        optimizer.zero_grad()
+        loss = lm_loss(model(tokens), answers)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def is_valid(layout: dict) -> str:
+    """Why a layout cannot run on 8 ranks; empty if it can."""
+    try:
+        TrainConfig(**layout, **JOB).check(8)
+    except (TypeError, ValueError) as error:
+        return f"It cannot run: {error}"
+    return ""
+
+
+ALL = [
+    {"dp": 8 // (pp * tp), "pp": pp, "tp": tp, "micro_batch": b}
+    for pp in (1, 2, 4, 8)
+    for tp in (1, 2, 4, 8)
+    for b in (1, 2, 4, 8, 16)
+    if 8 % (pp * tp) == 0
+]
+ALL = [layout for layout in ALL if not is_valid(layout)]
+CURES = {
+    "dp": "Gradients cross the slow link. Fewer replicas send less.",
+    "pp": "The stages wait for each other. Use smaller micro-batches or fewer stages.",
+    "tp": "Every block waits for its all-reduces. Use fewer tensor-parallel ranks.",
+}
+
+
+def check_layout(layout: dict | None, found: dict | None = None) -> str:
+    """What is to say about a layout; `found` if it has run."""
+    if layout is None:
+        return "Not written yet."
+    if problem := is_valid(layout):
+        return problem
+    found = found or race([layout])[0]
+    if not np.allclose(found["losses"], alone(len(found["losses"])), rtol=1e-9, atol=0):
+        return f"Its losses {found['losses']} are not those of one process."
+    slower, spent = found["ms"] / BEST_MS - 1, found["spent"]
+    if slower <= 0.05:
+        return f"Right: {found['ms']:.1f} ms; the best of {len(ALL)} layouts takes {BEST_MS} ms."
+    waits = ", ".join(f"{spent[axis]:.1f} ms for {axis}" for axis in CURES)
+    return (
+        f"{found['ms']:.1f} ms, {100 * slower:.0f} % more than the best of {len(ALL)}. A rank "
+        f"computes {spent['computing']:.1f} ms and waits {waits}. "
+        + CURES[max(CURES, key=lambda axis: spent[axis])]
+    )
+
+
+print(check_layout(my_layout))
+
+# %%
+# %%rank 0
+one_layout = {"dp": 1, "pp": 4, "tp": 2, "micro_batch": 1}
+(of_answer,) = race([one_layout])
+answer_mesh = MeshShape(dp=1, pp=4, tp=2)
+crossing = [
+    axis
+    for axis in ("dp", "pp", "tp")
+    if any(len({r // 4 for r in answer_mesh.ranks_along(axis, who)}) > 1 for who in range(8))
+]
+display(
+    cross_guess.reveal(" ".join(crossing)),
+    claim("the answer", check_layout(one_layout, of_answer), lambda got: got.startswith("Right")),
+    claim("its step, ms", of_answer["ms"], BEST_MS, rtol=0.02),
+    claim(
+        "MB per step over the slow link, each way: gradients of a replica, one boundary of stages",
+        [
+            8 * sum(p.numel() for p in GPT(TrainConfig(**JOB).model).parameters()) / 1e6,
+            16 * 32 * 64 * 8 / 1e6,
+        ],
+        [1.7, 0.26],
+        rtol=0.02,
+    ),
+    claim(
+        "losses of all four layouts against one process",
+        [loss for each in (*ran.values(), of_answer) for loss in each["losses"]],
+        alone(2) * 4,
+        rtol=1e-9,
+    ),
+    claim(
+        "the three above: step / best",
+        [each["ms"] / BEST_MS for each in ran.values()],
+        (">", 1.25),
+    ),
+    claim(
+        "dp 8 is told why",
+        check_layout(MISSES["dp 8, micro-batch 2"], ran["dp 8, micro-batch 2"]),
+        lambda got: "Gradients cross the slow link" in got,
+    ),
+    claim(
+        "eight stages of four blocks",
+        check_layout({"pp": 8}),
+        lambda got: got.startswith("It cannot run"),
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `{"dp": 1, "pp": 4, "tp": 2, "micro_batch": 1}`: two stages in each node. Per step a replica sends
+# all gradients across, 1.7 MB in each direction. A boundary between stages sends 16 sequences × 32
+# tokens × 64 features × 8 bytes = 0.26 MB in each direction, and most of it while stages compute.
+# So **pp crosses** here, although the mesh puts dp outermost. With more stages than two the
+# smallest micro-batch keeps the bubble short. A tensor group of four would wait longer for its
+# all-reduces, even inside a node.
+#
+# </details>
+#
 # ## Summary
 #
 # - Mesh order: dp, pp, cp, tp. The axis whose messages a rank waits for most often gets the nearest
@@ -1288,6 +1540,8 @@ display(
 #   the memory.
 # - dp sends gradients, once; pp small messages, per micro-batch; tp activations, per block.
 # - Enumerate, drop what does not divide or fit, predict, sort. Every plan uses all GPUs.
+# - Over a slow link goes the axis that sends least there: gradients for dp, activations at one
+#   boundary for pp. Then run the layout, and compare its losses with one process.
 # - 52 % HFU with full recomputation is 39 % MFU.
 # - Fake process groups and fake tensors run one rank's program at any world size.
 #
@@ -1343,12 +1597,23 @@ display(
 #
 # </details>
 #
+# 6. Your two nodes get a link between them that is as fast as those inside. Why does dp 8 win then,
+#    if the model is small?
+#
+# <details><summary>Answer</summary>
+#
+# It has no bubble and no message inside a block. All it sends is its gradients, once, and the fast
+# link makes that short. It lost only because every byte of the gradients crossed the slow link.
+#
+# </details>
+#
 # ## Try it
 #
 # - In the planner LLaMA-2 70B uses tensor parallelism wherever it fits, 7B hardly ever. With
 #   25 Gbit/s pipelines come in. Why?
 # - In the mesh builder choose tp 16. Which all-reduces leave a node?
 # - Give `trace_one_rank` the mesh 64 × 16. What changes in the counts?
+# - Make the slow link of `TWO_NODES` as fast as the others and race your layout against dp 8.
 #
 # Then do it: [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb) asks for a sharded model under a
 # memory limit, [**lab5_multinode**](../labs/lab5_multinode/lab5_multinode.ipynb) for the job around
@@ -1367,5 +1632,7 @@ display(
 #   [arXiv 2410.06511](https://arxiv.org/abs/2410.06511)
 # - *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B*,
 #   [arXiv 2201.11990](https://arxiv.org/abs/2201.11990)
+# - *Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning* (a search
+#   over layouts), [arXiv 2201.12023](https://arxiv.org/abs/2201.12023)
 # - *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
 #   [arXiv 1910.02054](https://arxiv.org/abs/1910.02054)
