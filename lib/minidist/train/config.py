@@ -76,7 +76,7 @@ class TrainConfig:
     top_k: int = _option(2, "experts", "experts that a token visits")
     expert_width: int | None = _option(None, "experts", "by default a token costs as with the MLP")
     shared_experts: int = _option(0, "experts", "more experts, which every token visits")
-    capacity_factor: float | None = _option(None, "experts", "times the even share; default: all")
+    capacity_factor: float | None = _option(None, "experts", "room / even share; default: for all")
     balance_loss: float = _option(0.0, "experts", "factor of the auxiliary loss")
     bias_speed: float = _option(1e-3, "experts", "step of the bias that balances; 0: no bias")
 
@@ -222,7 +222,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> TrainConfig:
     parser = argparse.ArgumentParser(
         prog="python -m minidist.train",
         usage="%(prog)s [options]",
-        description="Train a small GPT in data, pipeline, context, tensor, expert parallelism.",
+        description="A small GPT with data, pipeline, context, tensor and expert parallelism.",
         epilog="Four ranks: torchrun --nproc-per-node 4 -m minidist.train --dp 2 --tp 2 --zero 1",
     )
     sections: dict[str, Any] = {}
