@@ -22,7 +22,7 @@
 # - say which kind of parallelism moves which wall, and what it asks for in return.
 #
 # It takes about 60 minutes. The kernel is *torchrun × 2*: every cell runs on two ranks. Most cells
-# here begin with `%%rank 0` and run on one, because they are arithmetic. Six times the lecture
+# here begin with `%%rank 0` and run on one, because they are arithmetic. Seven times the lecture
 # asks for your guess before it computes. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
@@ -73,7 +73,7 @@ from minidist.plots import (
     plot_timeline,
     style,
 )
-from minidist.profile import MemoryTracker
+from minidist.profile import MemoryTracker, measure_scaling
 from minidist.widgets import explore, predict
 
 A100, MONTH_S = cost.A100, cost.YEAR_S / 12
@@ -1343,6 +1343,76 @@ explore(
 # All communication comes after all computation. It need not: the last layer's gradient is ready
 # long before the first one's. Sending it at once hides communication behind the backward pass, as
 # far as that lasts. Lecture 3 does it.
+#
+# ### An epoch on this machine
+#
+# Now on the real clock, and this is what the first lab is for: the same epoch on one rank and on
+# two. It has 16,384 samples in batches of 1,024, of which two ranks take 512 each. First, is it the
+# same training? Each rank of this notebook trains for an epoch alone, and then both together.
+
+
+# %% tags=["open"]
+def make_epoch(group, batch_size: int):
+    """A model on each rank of the group; the function returned trains it for one epoch."""
+    here = devices.choose_device()
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 1)).to(here)
+    ddp = nn.parallel.DistributedDataParallel(net, process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x, y = torch.randn(16384, 256, device=here), torch.randn(16384, 1, device=here)
+    first, batch = batch_size * dist.get_rank(group), batch_size * dist.get_world_size(group)
+
+    def epoch() -> torch.Tensor:
+        for at in range(first, len(x), batch):
+            optimizer.zero_grad()
+            F.mse_loss(ddp(x[at : at + batch_size]), y[at : at + batch_size]).backward()
+            optimizer.step()
+        return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+    return epoch
+
+
+by_themselves = [dist.new_group([r]) for r in range(world_size)]
+one_rank = make_epoch(by_themselves[rank], 1024)()
+two_ranks = make_epoch(dist.group.WORLD, 512)()
+apart = ((two_ranks - one_rank).abs().max() / one_rank.abs().max()).item()
+
+# %%
+# %%rank 0
+epoch_guess = predict("How many times as fast are two ranks of this machine?", guess=None)
+display(
+    claim("an epoch on two ranks against one: parameters, relative error", apart, ("<", 1e-4)),
+    epoch_guess,
+)
+
+# %% [markdown]
+# `measure_scaling` starts fresh processes and times the epoch in turn on one rank and on two, seven
+# times. A machine that is busy with something else slows both down.
+
+# %% tags=["open"]
+# %%rank 0
+epochs = measure_scaling(make_epoch, [1, 2], mode="strong", batch_size=1024, rounds=7, warmup=1)
+
+# %%
+# %%rank 0
+one, two = epochs
+print(
+    f"one rank {one.step_s:.2f} s (half of the rounds {one.low_s:.2f} to {one.high_s:.2f}), "
+    f"two ranks {two.step_s:.2f} s ({two.low_s:.2f} to {two.high_s:.2f}): "
+    f"{two.speedup:.2f} times as fast ({two.speedup_low:.2f} to {two.speedup_high:.2f})"
+)
+display(epoch_guess.reveal(two.speedup))
+plot_bars(
+    {"one rank": one.step_s, "two ranks": two.step_s},
+    xlabel="seconds per epoch, median of 7",
+    form="{:.2f}",
+    title="The same epoch",
+)
+
+# %% [markdown]
+# If the numbers in brackets lie far apart, your machine was busy: close what you can and run it
+# again. Lecture 11 makes a report of such a measurement. Two ranks on one core, or a network so
+# small that C is large, are no faster than one.
 #
 # ## Now you
 #

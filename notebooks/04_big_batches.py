@@ -1840,6 +1840,10 @@ plot_bars(
 # %% [markdown]
 # ## Now you
 #
+# Three tasks, each with a cell that tries your answer.
+#
+# ### The noise scale
+#
 # Section 3 computed the noise scale with `cost.noise_scale`. Write it yourself. The squared norm of
 # a gradient over B samples is |G|² + tr(Σ)/B on average. You are given this average for a small and
 # for a large batch; solve for tr(Σ)/|G|². The cell after it tries your function on five cases.
@@ -1888,6 +1892,265 @@ display(
 # `trace = (sq_small - sq_big) / (1 / small - 1 / big)`, and then
 # `signal = sq_big - trace / big` and `return trace / signal`. The norm of the large batch's
 # gradient alone is not |G|²: it still has tr(Σ)/B of noise in it.
+#
+# </details>
+#
+# ### int8 that loses nothing
+#
+# In section 4, error feedback kept what top-k did not send. Do the same for int8. A rank has a
+# gradient and a residual, what it still owes. It sends their sum as whole numbers from −127 to 127
+# times one step, the largest magnitude of the sum divided by 127; what rounding leaves is the next
+# residual. The cell after it lets your function send a hundred gradients of three kinds. Mind the
+# gradient that is zero everywhere.
+
+
+# %%
+# %%rank 0
+def send_int8(gradient, residual) -> tuple | None:
+    """Your turn. Return levels (a torch.int8 tensor), the step, and the new residual."""
+    return None
+
+
+# %%
+# %%rank 0
+def gradients_to_send() -> dict:
+    generator = torch.Generator().manual_seed(4)
+    small = torch.full((1000,), 1e-3)
+    small[0] = 1.0  # makes the step 1/127: everything else is far below half of it
+    return {
+        "random": [torch.randn(1000, generator=generator) for _ in range(100)],
+        "one large, 999 small": [small] * 100,
+        "zero": [torch.zeros(10)] * 100,
+    }
+
+
+def one_send(where: str, owed, sent) -> str:
+    """What is wrong with (levels, step, residual) for what was owed; "" if nothing."""
+    if not isinstance(sent, tuple) or len(sent) != 3:
+        return f"{where}: three values are wanted: levels, step and residual."
+    levels, step, residual = sent[0], float(sent[1]), sent[2]
+    if levels.dtype != torch.int8 or levels.shape != owed.shape:
+        return f"{where}: levels are {levels.dtype} of shape {tuple(levels.shape)}."
+    if int(levels.min()) < -127:
+        return f"{where}: the level {int(levels.min())} has no positive counterpart."
+    value = levels.float() * step
+    if not (torch.isfinite(value).all() and torch.isfinite(residual).all()):
+        return f"{where}: the step is {step:g}, and not all is finite."
+    lost = (owed - value - residual).abs()
+    k = int(lost.argmax())
+    if lost[k] > 1e-5 * owed.abs().max():
+        return (
+            f"{where}: element {k} is {owed[k]:.4g} with the residual before. {value[k]:.4g} "
+            f"travels and {residual[k]:.4g} stays: {owed[k] - value[k] - residual[k]:.2g} is lost."
+        )
+    k = int(residual.abs().argmax())
+    if residual[k].abs() > 0.501 * step:
+        return f"{where}: {residual[k]:.4g} stays of element {k}, half a step is {step / 2:.4g}."
+    largest = float(owed.abs().max())
+    if largest and not math.isclose(step, largest / 127, rel_tol=1e-4):
+        return f"{where}: the step is {step:.4g}, {largest:.4g} / 127 is {largest / 127:.4g}."
+    return ""
+
+
+def check_int8(answer) -> str:
+    arrived = torch.zeros(1000)
+    for name, gradients in gradients_to_send().items():
+        residual = torch.zeros_like(gradients[0])
+        for number, gradient in enumerate(gradients, 1):
+            sent = answer(gradient.clone(), residual.clone())
+            if sent is None:
+                return "Not written yet."
+            problem = one_send(f"{name}, gradient {number}", gradient + residual, sent)
+            if problem:
+                return problem
+            residual = sent[2]
+            if name.startswith("one large"):
+                arrived += sent[0].float() * float(sent[1])
+    return f"Right: of 100 times 0.001, {arrived[1:].mean():.3f} has arrived."
+
+
+def with_int8(keep: str = "all", to_level=torch.round):
+    def send(gradient, residual):
+        owed = gradient if keep == "nothing" else gradient + residual
+        step = owed.abs().max() / 127
+        levels = to_level(owed / step).nan_to_num(0.0).to(torch.int8)
+        left = (gradient if keep == "of the last" else owed) - levels * step
+        return levels, step, torch.zeros_like(owed) if keep == "nothing" else left
+
+    return send
+
+
+print(check_int8(send_int8))
+display(
+    claim(
+        "rounded, and the rest kept",
+        check_int8(with_int8()),
+        lambda got: got.startswith("Right: of 100 times 0.001, 0.1"),
+    ),
+    claim(
+        "without a residual", check_int8(with_int8("nothing")), lambda got: got.endswith("lost.")
+    ),
+    claim(
+        "the rest of this gradient only, without what was owed before",
+        check_int8(with_int8("of the last")),
+        lambda got: "gradient 2" in got and got.endswith("lost."),
+    ),
+    claim(
+        "cut off instead of rounded",
+        check_int8(with_int8(to_level=torch.trunc)),
+        lambda got: "half a step" in got,
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# ```python
+# owed = gradient + residual
+# step = owed.abs().max() / 127
+# levels = (owed / step).round().nan_to_num(0.0).to(torch.int8)  # 0 / 0 where all is zero
+# return levels, step, owed - levels * step
+# ```
+#
+# An element of 0.001 beside one of 1 is below half a step of 1/127. It travels when its residual
+# has grown above that, every eighth time or so; after a hundred gradients the sum is right but for
+# half a step. `minidist.parallel.compression.Int8` agrees on the step with the other ranks first,
+# so that levels of different ranks can be added.
+#
+# </details>
+#
+# ### A push to the server
+#
+# Section 6 used a server with bounded staleness. Write its heart: what happens when a gradient
+# arrives. The server has
+#
+# - `parameters`, and `lr` of plain SGD;
+# - `num_updates`, and `read[w]`: what `num_updates` was when worker w last took the parameters;
+# - `finished[w]`, the gradients of worker w so far, and `max_ahead`;
+# - `waiting`, the set of workers that have pushed and may not go on yet.
+#
+# Apply the gradient at once. Then let all waiting workers go on, the sender among them, who have
+# finished at most `max_ahead` gradients more than the slowest worker; they take the new parameters.
+# The cell after it pushes 180 gradients to your server and to the library's.
+
+
+# %%
+# %%rank 0
+def push(server, worker: int, gradient) -> tuple[int, list[int]] | None:
+    """Your turn. Return how many updates the gradient had missed, and who goes on, sorted."""
+    return None
+
+
+# %%
+# %%rank 0
+from types import SimpleNamespace
+
+from minidist.parallel.parameter_server import Server
+
+
+def check_push(answer) -> str:
+    generator = torch.Generator().manual_seed(6)
+    for ahead in (0, 1, None):
+        theirs = Server(
+            torch.ones(3), lambda p: torch.optim.SGD(p, lr=0.1), 4, Asynchronous(max_ahead=ahead)
+        )
+        server = SimpleNamespace(
+            parameters=torch.ones(3),
+            lr=0.1,
+            num_updates=0,
+            read=[0] * 4,
+            finished=[0] * 4,
+            max_ahead=math.inf if ahead is None else ahead,
+            waiting=set(),
+        )
+        read, finished, free = [0] * 4, [0] * 4, {0, 1, 2, 3}
+        for number in range(60):
+            choice = sorted(free)[int(torch.randint(len(free), (), generator=generator))]
+            gradient = torch.randn(3, generator=generator)
+            got = answer(server, choice, gradient.clone())
+            if got is None:
+                return "Not written yet."
+            if not isinstance(got, tuple) or len(got) != 2:
+                return "Two values are wanted: how many were missed, and who goes on."
+            where = f"max_ahead {server.max_ahead}, push {number + 1}, worker {choice}"
+            missed = number - read[choice]
+            if got[0] != missed:
+                return (
+                    f"{where}: it read after update {read[choice]}, {number} were made: "
+                    f"{missed} missed, you say {got[0]}."
+                )
+            released = theirs.push(choice, gradient)
+            finished[choice] += 1
+            free = (free - {choice}) | set(released)
+            for w in released:
+                read[w] = number + 1
+            if list(got[1]) != released:
+                return f"{where}: finished {finished}: {released} go on, you release {got[1]}."
+            if not torch.allclose(server.parameters, theirs.parameters, atol=1e-5):
+                first = f"{server.parameters[0]:.4g}, expected {theirs.parameters[0]:.4g}"
+                return f"{where}: the first parameter is {first}."
+    return "Right, in all 180 pushes."
+
+
+def one_push(server, worker: int, gradient, fault: str = ""):
+    missed = server.num_updates - server.read[worker] + (fault == "counts itself")
+    server.parameters = server.parameters - server.lr * gradient
+    server.num_updates += 1
+    server.finished[worker] += 1
+    server.waiting.add(worker)
+    limit = min(server.finished) + server.max_ahead
+    asked = {worker} if fault == "forgets who waits" else server.waiting
+    released = sorted(w for w in asked if server.finished[w] <= limit)
+    for w in released:
+        server.waiting.discard(w)
+        if fault != "old parameters":
+            server.read[w] = server.num_updates
+    return missed, released
+
+
+def with_fault(fault: str) -> str:
+    return check_push(lambda *arguments: one_push(*arguments, fault=fault))
+
+
+print(check_push(push))
+display(
+    claim("beside the library's server", check_push(one_push), "Right, in all 180 pushes."),
+    claim(
+        "its own update counts as missed",
+        with_fault("counts itself"),
+        lambda got: "push 1," in got and "0 missed, you say 1" in got,
+    ),
+    claim(
+        "only the sender may go on: the others wait for ever",
+        with_fault("forgets who waits"),
+        lambda got: "max_ahead 0" in got and "[0, 1, 2, 3] go on" in got,
+    ),
+    claim(
+        "nobody notes what a worker has read",
+        with_fault("old parameters"),
+        lambda got: "missed, you say" in got,
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# ```python
+# missed = server.num_updates - server.read[worker]
+# server.parameters -= server.lr * gradient
+# server.num_updates += 1
+# server.finished[worker] += 1
+# server.waiting.add(worker)
+# limit = min(server.finished) + server.max_ahead
+# released = sorted(w for w in server.waiting if server.finished[w] <= limit)
+# for w in released:
+#     server.waiting.discard(w)
+#     server.read[w] = server.num_updates
+# return missed, released
+# ```
+#
+# With `max_ahead` 0 the workers go in lockstep, and still a gradient misses updates: those of the
+# workers that were faster in this round.
 #
 # </details>
 #

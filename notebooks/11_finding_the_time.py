@@ -34,6 +34,7 @@ seed = 0
 
 # %%
 import contextlib
+import json
 import math
 import os
 import statistics
@@ -62,6 +63,7 @@ from minidist.profile import (
     from_profiler,
     gather_rows,
     gather_timeline,
+    measure_scaling,
     overhead_rows,
     read_trace,
     report,
@@ -108,6 +110,7 @@ from minidist import cost, emulate
 from minidist.claims import claim
 from minidist.emulate.teach import run_traced
 from minidist.plots import COLOURS, PALETTE, new_figure, plot_bars, plot_lines, plot_stacked, style
+from minidist.plots.style import FAINT
 from minidist.profile.loader import FakeClock
 from minidist.widgets import explore, predict
 
@@ -1393,8 +1396,7 @@ display(
 # - **weak scaling**: the same batch *per GPU*. Efficiency t₁ / t_N.
 #
 # Strong scaling is harder: each GPU has less to compute, while the gradients stay as large. Here
-# are both on the emulated cluster. The job is that of section 3, two layers per bucket. (On your
-# own GPUs, `minidist.profile.measure_scaling` measures both, in turn, with their spread.)
+# are both on the emulated cluster. The job is that of section 3, two layers per bucket.
 
 # %%
 # %%rank 0
@@ -1439,6 +1441,116 @@ plot_lines(
 )
 
 # %% [markdown]
+# The emulated cluster gives the same numbers every time. Your machine does not: it also runs a
+# browser, its clock speed changes, and ranks share memory and caches. So measure every size many
+# times, and report how far the numbers spread.
+#
+# ### Your training, on the real clock
+#
+# `minidist.profile.measure_scaling` starts as many processes as the largest size has. In a round,
+# each size takes one step, on a group of so many ranks, while the others wait. A slow moment of the
+# machine then hits all sizes of a round, and the ratio within a round stays. Put your own network
+# and data into `my_training`, and `"strong"` in place of `"weak"`.
+
+
+# %% tags=["open"]
+# %%rank 0
+def my_training(group, batch_size: int):
+    """Make a model on each rank of the group; return a function that trains it for one step."""
+    mine = devices.choose_device()
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(mine)
+    ddp = DDP(net, process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    x = torch.randn(batch_size, 256, device=mine)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+# %%
+# %%rank 0
+real_guess = predict("Weak scaling, 2 ranks of this machine: efficiency?", guess=None, unit="%")
+real_guess
+
+# %% tags=["open"]
+# %%rank 0
+ROUNDS = 11 if quick else 51
+with tempfile.TemporaryDirectory() as folder:
+    log_file = Path(folder) / "scaling.jsonl"
+    measured = measure_scaling(
+        my_training,
+        [1, 2, 4],
+        mode="weak",
+        batch_size=512,
+        rounds=ROUNDS,
+        log=log_file,
+    )
+    log = [json.loads(line) for line in log_file.read_text().splitlines()]
+print("a line of the log:", log[0])
+
+# %% [markdown]
+# A dot is a round. Had you timed each size once, you would have one dot of each, any of them.
+
+# %%
+# %%rank 0
+seconds, batch_of = {}, {}  # number of ranks -> of each round; samples of all ranks in a step
+for line in log:
+    seconds.setdefault(line["ranks"], []).append(line["seconds"])
+    batch_of[line["ranks"]] = line["ranks"] * line["batch_per_rank"]
+rates = {n: [batch_of[n] / s for s in times] for n, times in seconds.items()}
+names = [f"{n} rank{'s' * (n > 1)}" for n in rates]
+for name, row, each in zip(names, measured, rates.values(), strict=True):
+    print(
+        f"{name}: {row.samples_per_s:,.0f} samples/s, from {min(each):,.0f} to {max(each):,.0f}; "
+        f"efficiency {row.efficiency:.0%}. {row.note}"
+    )
+figure, ax = new_figure(8, 3.4)
+with style():
+    for place, (row, each) in enumerate(zip(measured, rates.values(), strict=True)):
+        aside = place + np.linspace(-0.12, 0.12, len(each))
+        ax.plot(aside, [r / 1e3 for r in each], "o", color=PALETTE[0], markersize=4, alpha=0.7)
+        for value, colour, dashes in (
+            (row.samples_per_s, PALETTE[1], "-"),
+            (row.world_size * measured[0].samples_per_s, FAINT, "--"),
+        ):
+            ax.hlines(value / 1e3, place - 0.25, place + 0.25, color=colour, linestyle=dashes)
+    ax.plot([], [], "o", color=PALETTE[0], markersize=4, label="one round")
+    ax.plot([], [], color=PALETTE[1], label="median step")
+    ax.plot([], [], "--", color=FAINT, label="ideal: so many times one rank")
+    ax.set_xticks(range(len(names)), names)
+    ax.set(ylabel="thousand samples/s", ylim=(0, None), xlim=(-0.5, len(names) - 0.5))
+    ax.set_title(f"The same training, {ROUNDS} times in turn")
+    figure.legend(loc="outside upper right", ncols=3, frameon=False)
+two = measured[1].world_size
+per_round = [100 * b / (two * a) for a, b in zip(rates[1], rates[two], strict=True)]
+print(f"one round of {names[1]} would have said {min(per_round):.0f} % or {max(per_round):.0f} %")
+display(
+    real_guess.reveal(100 * measured[1].efficiency),
+    claim("lines of the log: one per round and size", len(log), len(measured) * ROUNDS),
+    claim(
+        "samples per second of the table, from the log's median seconds",
+        [batch_of[n] / statistics.median(times) for n, times in seconds.items()],
+        [row.samples_per_s for row in measured],
+        rtol=1e-9,
+    ),
+    claim(
+        "efficiency on 2 ranks in %, the median of all rounds",
+        statistics.median(per_round),
+        100 * measured[1].efficiency,
+        rtol=1e-9,
+    ),
+)
+figure
+
+# %% [markdown]
+# With more ranks than cores, ranks take turns: such a row measures your scheduler and nothing else,
+# and the note says so. The exercise at the end turns this log into a report.
+#
 # ### Tables of efficiency, checked
 #
 # Here are tables that are handed around, and what their own numbers give. They are examples, not
@@ -1843,6 +1955,114 @@ display(
 # <details><summary>Answer</summary>
 #
 # `math.ceil(make_ms / step_ms)`. The rank needs as many cores for them.
+#
+# </details>
+#
+# ### A report that agrees with its log
+#
+# Section 6 kept `log`: a line for each round and size. Write a function that makes a report of such
+# a log, a row per number of ranks, the smallest first:
+#
+# - `"ranks"` and `"global_batch"`, the samples of all ranks in a step;
+# - `"samples_per_s"`, `"low"` and `"high"`: median, smallest and largest of all rounds, all ranks
+#   together;
+# - `"efficiency"`: in each round the samples per second on N ranks, divided by N times those on one
+#   rank; of these the median.
+#
+# The cell after it holds your report against your log. No number has to be large.
+
+
+# %%
+# %%rank 0
+def scaling_report(log: list[dict]) -> list[dict] | None:
+    """Your turn. A line has "round", "ranks", "batch_per_rank", "seconds"; statistics.median."""
+    return None
+
+
+# %%
+# %%rank 0
+def what_the_log_says(log) -> list[dict]:
+    found, alone = [], None
+    for n in sorted({line["ranks"] for line in log}):
+        lines = [line for line in log if line["ranks"] == n]
+        batch = n * lines[0]["batch_per_rank"]
+        rates = [batch / line["seconds"] for line in lines]
+        alone = alone or rates
+        found.append(
+            {
+                "ranks": n,
+                "global_batch": batch,
+                "samples_per_s": statistics.median(rates),
+                "low": min(rates),
+                "high": max(rates),
+                "efficiency": statistics.median(
+                    rate / (n * base) for rate, base in zip(rates, alone, strict=True)
+                ),
+            }
+        )
+    return found
+
+
+def check_report(answer, log=log) -> str:
+    report, expected = answer([dict(line) for line in log]), what_the_log_says(log)
+    if report is None:
+        return "Not written yet."
+    if len(report) != len(expected):
+        return f"{len(report)} rows, but the log has {len(expected)} numbers of ranks."
+    for row, right in zip(report, expected, strict=True):
+        for name, value in right.items():
+            if name not in row:
+                return f"{right['ranks']} ranks: {name} is missing."
+            if not math.isclose(row[name], value, rel_tol=1e-6):
+                got = f"{row[name]:.6g}, the log says {value:.6g}"
+                return f"{right['ranks']} ranks: {name} is {got}."
+    return f"Right: it is the report of this log, {len(log)} lines."
+
+
+def changed(**how):
+    """A report in which some numbers are made of the right row."""
+    return lambda log: [row | {k: f(row) for k, f in how.items()} for row in what_the_log_says(log)]
+
+
+print(check_report(scaling_report))
+display(
+    claim("a report made of the log's lines", check_report(changed())[:5], "Right"),
+    claim(
+        "a speedup that is called an efficiency",
+        check_report(changed(efficiency=lambda row: row["efficiency"] * row["ranks"])),
+        lambda got: "ranks: efficiency is" in got,
+    ),
+    claim(
+        "the batch of one rank in place of the global one",
+        check_report(changed(global_batch=lambda row: row["global_batch"] // row["ranks"])),
+        lambda got: "ranks: global_batch is" in got,
+    ),
+    claim(
+        "one round in place of all: no spread",
+        check_report(lambda log: what_the_log_says([x for x in log if x["round"] == 0])),
+        lambda got: "1 ranks: " in got,
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# ```python
+# from statistics import median
+#
+# rows, alone = [], None
+# for n in sorted({line["ranks"] for line in log}):
+#     lines = [line for line in log if line["ranks"] == n]
+#     batch = n * lines[0]["batch_per_rank"]
+#     rates = [batch / line["seconds"] for line in lines]
+#     alone = alone or rates
+#     ratios = [rate / (n * base) for rate, base in zip(rates, alone, strict=True)]
+#     rows.append({"ranks": n, "global_batch": batch, "samples_per_s": median(rates),
+#                  "low": min(rates), "high": max(rates), "efficiency": median(ratios)})
+# return rows
+# ```
+#
+# Ratios are taken within a round: what slowed the machine down in a round slowed down both.
 #
 # </details>
 #

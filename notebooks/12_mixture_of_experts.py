@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from minidist import train as program
 from minidist.data import make_tokens
 from minidist.device import choose_backend, choose_device
 from minidist.model import GPT, GPTConfig, lm_loss
@@ -981,6 +982,47 @@ display(
         rtol=0.01,
     ),
     claim("the same GB with ep 1", experts_gb * 64, (">", 160)),
+)
+
+# %% [markdown]
+# ### In the training program
+#
+# `python -m minidist.train` does all of this: `--num-experts 8` puts experts in the place of every
+# MLP, and of the data-parallel ranks `--ep` share them. It counts each expert once when it clips,
+# with `--zero 1` it shards an expert's Adam over the expert's copies, and its log has the imbalance
+# and what was dropped. `--ep` changes who holds which expert, and nothing else. So three runs must
+# have one loss curve:
+
+# %% tags=["open"]
+options = "--num-experts 8 --top-k 2 --shared-experts 1 --precision fp64 --zero 1 --quiet"
+options += " --num-layers 2 --width 32 --steps 12 --lr 0.01 --max-norm 0.5 --eval-every 0"
+records = {1: [], 2: [], 4: []}
+for ep, record in records.items():
+    program.train(program.parse_args([*options.split(), "--ep", str(ep)]), on_step=record.append)
+
+# %%
+# %%rank 0
+curves = {
+    ep: torch.tensor([[step["loss"], step["grad_norm"]] for step in record], dtype=torch.float64)
+    for ep, record in records.items()
+}
+for step in (0, 3, 11):
+    losses = "   ".join(f"ep {ep}: {curve[step, 0]:.12f}" for ep, curve in curves.items())
+    print(f"step {step + 1:2}  loss  {losses}")
+print(f"fullest expert / mean in the last step: {records[2][-1]['imbalance']:.2f}")
+try:
+    program.parse_args([*options.split(), "--ep", "3"]).check(world_size)
+    three = "works"
+except ValueError as error:
+    three = str(error)
+display(
+    claim(
+        "ep 2 and 4 against ep 1, losses and gradient norms: largest relative difference",
+        max((curves[ep] / curves[1] - 1).abs().max().item() for ep in (2, 4)),
+        ("<", 1e-9),
+    ),
+    claim("every step was clipped: smallest norm", curves[2][:, 1].min().item(), (">", 0.5)),
+    claim("--ep 3 on four ranks", three, lambda got: "4 ranks do not divide" in got),
 )
 
 # %% [markdown]

@@ -336,6 +336,17 @@ def test_the_bias_changes_choices_and_not_weights():
     assert_close(after.probs_NE, before.probs_NE, rtol=0, atol=0)
 
 
+def test_autocast_does_not_change_what_a_router_chooses():
+    torch.manual_seed(0)
+    router, x = Router(width=64, num_experts=64, top_k=4), torch.randn(500, 64)
+    exact = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(x)
+    assert torch.equal(found.choices_NK, exact.choices_NK)
+    assert torch.equal(found.weights_NK, exact.weights_NK)
+    assert router(x.bfloat16()).weights_NK.dtype == torch.float32
+
+
 def test_a_router_with_one_choice_learns():
     router = Router(width=4, num_experts=5, top_k=1).double()
     routing = router(draw(50, 4))

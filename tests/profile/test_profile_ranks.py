@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from minidist.profile import (
     measure_scaling,
     pair_table,
     read_dumps,
+    scaling_rows,
     step_shares,
     take_dump,
     write_dump,
@@ -379,14 +381,25 @@ def make_step(group: dist.ProcessGroup, batch_size: int):
     return lambda: model(x).square().mean().backward()
 
 
-def test_strong_scaling_of_ddp_in_one_world():
-    rows = measure_scaling(make_step, [1, 3, 2], mode="strong", batch_size=12, rounds=3, warmup=1)
+def test_strong_scaling_of_ddp_in_one_world(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = measure_scaling(
+        make_step, [1, 3, 2], mode="strong", batch_size=12, rounds=3, warmup=1, log=path
+    )
     assert [(row.world_size, row.batch_size) for row in rows] == [(1, 12), (2, 6), (3, 4)]
     assert rows[0].speedup == rows[0].efficiency == 1.0
     for row in rows:
         assert 0 < row.low_s <= row.step_s <= row.high_s
         assert 0 < row.speedup_low <= row.speedup <= row.speedup_high
         assert row.efficiency == pytest.approx(row.speedup / row.world_size)
+        assert row.samples_per_s == pytest.approx(12 / row.step_s)
+    log = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["round"], line["ranks"]) for line in log] == [
+        (i, size) for i in range(3) for size in (1, 2, 3)
+    ]
+    assert all(line["ranks"] * line["batch_per_rank"] == 12 for line in log)
+    times = {n: [line["seconds"] for line in log if line["ranks"] == n] for n in (1, 2, 3)}
+    assert scaling_rows(times, mode="strong", batch_size=12) == [replace(r, note="") for r in rows]
     with pytest.raises(ValueError, match="does not divide"):
         measure_scaling(make_step, [1, 5], mode="strong", batch_size=12)
     with pytest.raises(LaunchError, match="batch of 7 on 1 ranks"):

@@ -7,7 +7,8 @@ On a shared machine absolute times drift by tens of percent from minute to minut
 measured in **one** world: in every round, for each size N, the first N ranks run a step in their
 own group while the other ranks wait. A speed-up is a ratio of times of the same round. The result
 is the median of these ratios; low and high are their quartiles. Every time is the time of the
-slowest rank.
+slowest rank. `log=` keeps what was measured, a line of JSON per round and size: a report can be
+checked against it.
 
 Example::
 
@@ -25,16 +26,19 @@ more ranks than cores the figures mean nothing (see the row's `note`). The emula
 exact figures, which are the same on every machine: `scaling_rows({n: [timeline.makespan_s], ...})`.
 
 >>> print(table(scaling_rows({1: [8.0], 2: [4.0], 4: [2.5]}, mode="strong", batch_size=64)))
-ranks  batch/rank    step (s)  speed-up   low … high   efficiency
-    1          64      8.0000      1.00  1.00 … 1.00      100.0%
-    2          32      4.0000      2.00  2.00 … 2.00      100.0%
-    4          16      2.5000      3.20  3.20 … 3.20       80.0%
+ranks  batch/rank    step (s)   samples/s  speed-up   low … high   efficiency
+    1          64      8.0000         8.0      1.00  1.00 … 1.00      100.0%
+    2          32      4.0000        16.0      2.00  2.00 … 2.00      100.0%
+    4          16      2.5000        25.6      3.20  3.20 … 3.20       80.0%
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from minidist import launch
@@ -72,6 +76,11 @@ class ScalingRow:
     speedup_high: float
     efficiency: float
     note: str = ""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks together per second of the median step."""
+        return self.world_size * self.batch_size / self.step_s
 
 
 def scaling_rows(
@@ -139,6 +148,7 @@ def measure_scaling(
     calls: int = 1,
     warmup: int = 2,
     deadline_s: float = 120.0,
+    log: str | os.PathLike[str] | None = None,
 ) -> list[ScalingRow]:
     """Start as many ranks as the largest size has, and time a step on a group of each size.
 
@@ -151,6 +161,8 @@ def measure_scaling(
         warmup: untimed steps before the first round, because DDP rebuilds its buckets in the second
             step.
         deadline_s: for everything, counted from when all ranks have been started.
+        log: a file to write: for each round and size a line of JSON with "round" (from 0), "ranks",
+            "batch_per_rank" and "seconds" (per step, of the slowest rank).
 
     Raises:
         ValueError: invalid sizes, batch or mode.
@@ -165,9 +177,22 @@ def measure_scaling(
         _measure, sizes[-1], make_step, per_rank, rounds, calls, warmup, deadline_s=deadline_s
     )
     seconds, on_cpu = results[0]
+    if log is not None:
+        _write_log(Path(log), seconds, per_rank)
     return scaling_rows(
         seconds, mode=mode, batch_size=batch_size, cores=cores_per_rank(1) if on_cpu else None
     )
+
+
+def _write_log(
+    path: Path, seconds: Mapping[int, Sequence[float]], per_rank: Mapping[int, int]
+) -> None:
+    lines = [
+        {"round": i, "ranks": size, "batch_per_rank": per_rank[size], "seconds": times[i]}
+        for i in range(len(next(iter(seconds.values()))))
+        for size, times in seconds.items()
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 
 def _check(seconds: Mapping[int, Any], mode: str, batch_size: int) -> None:
@@ -223,10 +248,11 @@ def _rounds(
 
 def table(rows: Sequence[ScalingRow]) -> str:
     """The rows and their notes as a text table."""
-    lines = ["ranks  batch/rank    step (s)  speed-up   low … high   efficiency"]
+    lines = ["ranks  batch/rank    step (s)   samples/s  speed-up   low … high   efficiency"]
     for row in rows:
         lines.append(
-            f"{row.world_size:>5}  {row.batch_size:>10}  {row.step_s:>10.4f}  {row.speedup:>8.2f}  "
+            f"{row.world_size:>5}  {row.batch_size:>10}  {row.step_s:>10.4f}  "
+            f"{row.samples_per_s:>10.1f}  {row.speedup:>8.2f}  "
             f"{row.speedup_low:.2f} … {row.speedup_high:.2f}  {row.efficiency:>10.1%}"
             + (f"  {row.note}" if row.note else "")
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
@@ -26,6 +27,8 @@ import torch
 from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.transformer import Transformer
 from minidist.model import GPTConfig
+from minidist.parallel.expert import MoEConfig
+from minidist.parallel.hybrid.experts import refuse, sizes_with_experts
 
 # dtype of parameters, dtype of matrix products (None: the same), and whether the loss is scaled.
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None, bool]] = {
@@ -35,6 +38,10 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None, bool]] = {
     "fp16": (torch.float32, torch.float16, True),
 }
 _ZERO = "1 optimiser states, 2 and gradients, 3 and parameters"
+_OF_EXPERTS = (
+    *("top_k", "expert_width", "shared_experts", "capacity_factor"),
+    *("balance_loss", "bias_speed"),
+)
 
 
 def _option(default: Any, section: str, help: str, choices: Sequence[Any] | None = None) -> Any:
@@ -52,6 +59,7 @@ class TrainConfig:
     pp: int = _option(1, "ranks", "pipeline stages")
     cp: int = _option(1, "ranks", "context parallel: ranks per sequence")
     tp: int = _option(1, "ranks", "tensor parallel: ranks per layer")
+    ep: int = _option(1, "ranks", "expert parallel: of the dp ranks, so many share the experts")
     zero: int = _option(0, "ranks", f"sharded over dp and cp: {_ZERO}", (0, 1, 2, 3))
     virtual_stages: int = _option(1, "ranks", "chunks per pipeline rank (interleaved schedule)")
     sequence_parallel: bool = _option(False, "ranks", "tp splits the rest by tokens")
@@ -63,6 +71,14 @@ class TrainConfig:
     num_heads: int = _option(4, "model", "attention heads")
     dropout: float = _option(0.0, "model", "share of activations that are dropped")
     tied: bool = _option(False, "model", "the output layer uses the embedding's weight")
+
+    num_experts: int = _option(0, "experts", "experts of a block, in place of its MLP; 0: the MLP")
+    top_k: int = _option(2, "experts", "experts that a token visits")
+    expert_width: int | None = _option(None, "experts", "by default a token costs as with the MLP")
+    shared_experts: int = _option(0, "experts", "more experts, which every token visits")
+    capacity_factor: float | None = _option(None, "experts", "room / even share; default: for all")
+    balance_loss: float = _option(0.0, "experts", "factor of the auxiliary loss")
+    bias_speed: float = _option(1e-3, "experts", "step of the bias that balances; 0: no bias")
 
     steps: int = _option(100, "training", "optimiser steps in all, earlier runs included")
     global_batch: int = _option(16, "training", "sequences per step, of all ranks together")
@@ -94,6 +110,35 @@ class TrainConfig:
         return GPTConfig(**{name: getattr(self, name) for name in names})
 
     @property
+    def experts(self) -> MoEConfig | None:
+        """Sizes of the experts of a block; None for a dense model.
+
+        A token visits top_k + shared_experts of them. By default they are so narrow that it costs
+        what it costs in the dense model's MLP. They have no dropout.
+        """
+        if not self.num_experts:
+            return None
+        width = self.expert_width
+        if width is None:
+            visited = max(1, self.top_k + self.shared_experts)
+            width = math.ceil(self.model.mlp_ratio * self.width / visited)
+        return MoEConfig(
+            width=self.width,
+            expert_width=width,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            shared_experts=self.shared_experts,
+            capacity_factor=self.capacity_factor,
+        )
+
+    @property
+    def sizes(self) -> Transformer:
+        """The model's sizes, for `minidist.cost`."""
+        if self.experts is None:
+            return Transformer.from_config(self.model)
+        return sizes_with_experts(self.model, self.experts)
+
+    @property
     def warmup_steps(self) -> int:
         return self.steps // 10 if self.warmup is None else self.warmup
 
@@ -119,6 +164,7 @@ class TrainConfig:
             zero_stage=self.zero,
             sequence_parallel=self.sequence_parallel,
             virtual_stages=self.virtual_stages,
+            ep=self.ep,
         )
         layout.check_world_size(world_size)
         return layout
@@ -134,7 +180,8 @@ class TrainConfig:
         for name in ("steps", "log_every", "save_every", "keep", "lr", "max_norm", "num_sequences"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("final_lr", "weight_decay", "num_eval_sequences", "eval_every"):
+        not_negative = ("final_lr", "weight_decay", "num_eval_sequences", "eval_every")
+        for name in (*not_negative, "num_experts", "balance_loss", "bias_speed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
@@ -148,12 +195,26 @@ class TrainConfig:
                 f"a global batch of {self.global_batch} needs as many sequences, but there are "
                 f"{self.num_sequences}"
             )
-        return self.layout(world_size).validate(
+        layout = self.layout(world_size)
+        if self.num_experts:
+            refuse(layout)
+        else:
+            self._check_dense()
+        return layout.validate(
             world_size=world_size,
-            model=Transformer.from_config(self.model),
+            model=self.sizes,
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
         )
+
+    def _check_dense(self) -> None:
+        """Raise ValueError if a model without experts has settings of experts."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in _OF_EXPERTS:
+            if getattr(self, name) != fields[name]:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} needs experts: set num_experts, got 0"
+                )
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> TrainConfig:
@@ -161,7 +222,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> TrainConfig:
     parser = argparse.ArgumentParser(
         prog="python -m minidist.train",
         usage="%(prog)s [options]",
-        description="Train a small GPT with data, pipeline, context and tensor parallelism.",
+        description="A small GPT with data, pipeline, context, tensor and expert parallelism.",
         epilog="Four ranks: torchrun --nproc-per-node 4 -m minidist.train --dp 2 --tp 2 --zero 1",
     )
     sections: dict[str, Any] = {}

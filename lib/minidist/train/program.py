@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -18,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from minidist.checkpoint import Checkpoints
 from minidist.cost.parallelism import ParallelismConfig
-from minidist.cost.transformer import Transformer
 from minidist.data import make_tokens
 from minidist.device import choose_backend, choose_device
 from minidist.elastic import Preemption
 from minidist.lr import lr_at
 from minidist.mesh import Mesh, make_mesh
 from minidist.model import GPT
-from minidist.parallel.hybrid import HybridTrainer
+from minidist.parallel.expert import make_expert_mesh, use_experts
+from minidist.parallel.hybrid import ExpertTrainer, HybridTrainer
 from minidist.parallel.recompute import recompute
 from minidist.precision import GradScaler
 from minidist.sampler import make_loader, set_epoch
@@ -114,7 +115,7 @@ def loop(
 
         losses.append(loss.item())
         record |= {"step": progress.step, "loss": losses[-1], "lr": lr}
-        record |= {"grad_norm": grad_norm.item()} | report.speed()
+        record |= {"grad_norm": grad_norm.item()} | trainer.metrics() | report.speed()
         is_last = progress.step == config.steps
         if config.eval_every and (progress.step % config.eval_every == 0 or is_last):
             record |= evaluate(trainer, eval_data)
@@ -152,9 +153,14 @@ def build_trainer(
     dtype, compute_dtype, _ = PRECISIONS[config.precision]
     seed_all(config.seed)
     model = GPT(config.model).to(device, dtype)
+    make: Callable[..., HybridTrainer] = HybridTrainer
+    if config.experts is not None:
+        use_experts(model, config.experts, make_expert_mesh(layout.ep))
+        weights = {"balance_weight": config.balance_loss, "bias_speed": config.bias_speed}
+        make = functools.partial(ExpertTrainer, **weights)
     seed_dropout(config.seed, mesh)
     per_rank = config.global_batch // layout.dp
-    trainer = HybridTrainer(
+    trainer = make(
         model,
         mesh,
         layout,
@@ -233,6 +239,7 @@ def make_run_state(
         checkpoints = Checkpoints(Path(config.out) / "checkpoints", keep=config.keep)
     names = ("global_batch", "num_sequences", "seed", "precision")
     facts = asdict(config.model) | {name: getattr(config, name) for name in names}
+    facts |= asdict(config.experts) if config.experts is not None else {}
     return RunState(checkpoints, trainer, scaler, progress, facts)
 
 
@@ -250,7 +257,7 @@ def make_report(
         num_steps=config.steps,
         first_step=first_step,
         tokens_per_step=config.global_batch * config.context,
-        model=Transformer.from_config(config.model),
+        model=config.sizes,
         peak=None if peak is None else peak * layout.world_size,
         path=None if config.out is None else Path(config.out) / "metrics.jsonl",
         log_every=config.log_every,

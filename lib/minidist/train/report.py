@@ -120,6 +120,8 @@ class Report:
                 f"eval {record['eval_loss']:.4f} (perplexity {record['eval_perplexity']:.2f})"
             )
         parts += [f"lr {record['lr']:.2e}", f"norm {record['grad_norm']:.2f}"]
+        if "imbalance" in record:
+            parts.append(f"imbalance {record['imbalance']:.2f}  dropped {record['dropped']:.1%}")
         if "scale" in record:
             parts.append(f"scale {record['scale']:g}")
         parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")

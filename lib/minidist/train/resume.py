@@ -2,7 +2,7 @@
 
     shared    step, epoch, samples of the epoch, updates, loss scale   the same on every rank
     local     random numbers                                           each rank its own
-    sharded   parameters, and AdamW's two moments                      parts of whole tensors
+    sharded   parameters, AdamW's two moments, biases of routers       parts of whole tensors
 
 The learning rate is a function of the step, so the checkpoint does not contain it. With the same
 layout of ranks a resumed run equals an uninterrupted run bit for bit. With a different layout, each
@@ -114,10 +114,11 @@ class RunState:
         return found
 
     def _compare(self, saved: dict[str, Any]) -> None:
+        # Of both: a dense model has no facts about experts.
         different = [
-            f"{name} {saved.get(name)!r}, now {value!r}"
-            for name, value in self._facts.items()
-            if saved.get(name) != value
+            f"{name} {saved.get(name)!r}, now {self._facts.get(name)!r}"
+            for name in {**saved, **self._facts}
+            if saved.get(name) != self._facts.get(name)
         ]
         if different:
             raise ValueError(

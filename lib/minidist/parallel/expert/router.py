@@ -51,7 +51,8 @@ class Router(nn.Module):
     """Chooses `top_k` of `num_experts` experts for each token.
 
     Every rank holds the whole router, with equal weights. Keep it in fp32 or more: in bf16 a bias
-    of 0.5 does not change if 0.001 is added.
+    of 0.5 does not change if 0.001 is added. For the same reason it computes in the dtype of its
+    weights under autocast, too.
     """
 
     bias_E: Tensor
@@ -69,8 +70,9 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Routing:
         """Routing of tokens (N, D)."""
-        # 1. Probabilities.
-        probs_NE = (x_ND @ self.weight_ED.T).softmax(1)
+        # 1. Probabilities. In 16 bits, experts that are nearly equal would change places.
+        with torch.autocast(x_ND.device.type, enabled=False):
+            probs_NE = (x_ND.to(self.weight_ED.dtype) @ self.weight_ED.T).softmax(1)
         # 2. The choice, which the bias may change.
         choices_NK = (probs_NE.detach() + self.bias_E).topk(self.top_k, dim=1).indices
         # 3. The weights, without the bias.

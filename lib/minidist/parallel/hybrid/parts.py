@@ -51,8 +51,8 @@ class Held:
         name: the parameter's name in the unsplit GPT.
         tensor: the tensor that the optimiser updates, with the gradient in `.grad`.
         shape: shape of the parameter on this rank, before ZeRO cut it.
-        split: (split dimension, its size in the whole model) if tensor parallelism splits the
-            parameter.
+        split: (split dimension, its size in the whole model) if ranks hold parts of the parameter
+            (tensor parallelism) or some of the experts that are stacked in it.
     """
 
     name: str
@@ -62,12 +62,16 @@ class Held:
     end: int
     split: tuple[int, int] | None
 
-    def parts(self, value: Tensor, tp_rank: int) -> list[Part]:
-        """Boxes of `value`: the parameter itself, or optimiser state with as many elements."""
+    def parts(self, value: Tensor, place: int) -> list[Part]:
+        """Boxes of `value`: the parameter itself, or optimiser state with as many elements.
+
+        Args:
+            place: which part of a split parameter this rank holds.
+        """
         origin, whole = [0] * len(self.shape), list(self.shape)
         if self.split is not None:
             dim, whole[dim] = self.split
-            origin[dim] = tp_rank * self.shape[dim]
+            origin[dim] = place * self.shape[dim]
         found = []
         # A value that has the parameter's own shape may be non-contiguous, so `view` could fail.
         value = value.detach()

@@ -51,7 +51,7 @@ def build_stages(
             builds the whole model once, so the model must fit into memory.
         compute_dtype: dtype of matrix products (autocast); None means the parameters' dtype.
     """
-    _check_shared(model)
+    check_shared(model)
     # 1. tp: parts of every layer.
     split = parallelize_gpt(model, mesh, sequence_parallel=config.sequence_parallel)
     # 2. cp: attention over the tokens of all ranks.
@@ -66,7 +66,7 @@ def build_stages(
     return [HybridStage(split, mesh, stage, num_stages, compute_dtype) for stage in own]
 
 
-def _check_shared(model: Any) -> None:
+def check_shared(model: Any) -> None:
     """A trainer counts each element of the model once, and knows of one shared weight only."""
     tied = ["token_embedding.weight", "head.weight"] if model.config.tied else []
     for names in shared_names(model):
@@ -100,7 +100,7 @@ class HybridStage(GPTStage):
         begin = 1 + stage * each if stage else 0
         end = 1 + (stage + 1) * each if stage + 1 < num_stages else num_units
         super().__init__(split, range(begin, end), num_units)
-        self.tp = split.tp
+        self.tp = getattr(split, "tp", None)  # for a split model's `embed`
         self.cp = (mesh.coordinate("cp"), mesh.size("cp"))
         self.compute_dtype = compute_dtype
 

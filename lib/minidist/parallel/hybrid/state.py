@@ -38,41 +38,59 @@ class HybridState:
         stages: Sequence[HybridStage],
         mesh: Mesh,
         config: ParallelismConfig,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         zero3: Zero3 | None,
     ) -> None:
         self.mesh, self.config = mesh, config
         self.num_updates = 0
-        self._stages, self._optimizer, self._zero3 = stages, optimizer, zero3
+        self._stages, self._zero3 = stages, zero3
         self._is_tied = stages[0].config.tied
         self._whole = [
-            Held(name, p, tuple(p.shape), 0, p.numel(), sharded_parameters(stage).get(name))
+            Held(name, p, tuple(p.shape), 0, p.numel(), self._splits(stage).get(name))
             for stage in stages
             for name, p in stage.named_parameters()
         ]
-        self.held = list(self._list_held())
+        self.held: list[Held] = []
+        self._optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
+        for optimizer in optimizers:
+            for held in self._held_by(optimizer):
+                self.held.append(held)
+                self._optimizer_of[held.tensor] = optimizer
 
-    def _list_held(self) -> Iterator[Held]:
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[Held]:
         whole = {held.tensor: held for held in self._whole}
         if self._zero3 is not None:
             for flat in self._zero3.flats:
                 for piece, shape, cut in zip(flat.pieces, flat.shapes, flat.cuts, strict=True):
                     held = whole[piece]
                     yield Held(held.name, piece, tuple(shape), cut.begin, cut.end, held.split)
-        elif isinstance(self._optimizer, ShardedOptimizer):
-            for bucket in self._optimizer.buckets:
-                cuts = bucket.layout.rows[self._optimizer.rank]
+        elif isinstance(optimizer, ShardedOptimizer):
+            for bucket in optimizer.buckets:
+                cuts = bucket.layout.rows[optimizer.rank]
                 for piece, cut in zip(bucket.pieces, cuts, strict=True):
                     held = whole[bucket.params[cut.index]]
                     yield Held(held.name, piece, held.shape, cut.begin, cut.end, held.split)
         else:
             yield from self._whole
 
+    def _splits(self, stage: HybridStage) -> dict[str, tuple[int, int]]:
+        """Name -> (dimension, whole size) of the parameters of which ranks hold parts."""
+        return sharded_parameters(stage)
+
+    @property
+    def _place(self) -> int:
+        """Which of these parts this rank holds."""
+        return self.mesh.coordinate("tp")
+
+    @property
+    def _is_first_copy(self) -> bool:
+        """Whether no rank before this one holds the same parts."""
+        return (self.mesh.coordinate("dp"), self.mesh.coordinate("cp")) == (0, 0)
+
     def counts(self, held: Held) -> bool:
         """Whether `held` counts on this rank; copies on other ranks do not count."""
-        at = self.mesh.coordinate
-        replica_of_tp = held.split is None and at("tp") > 0
-        replica_of_dp = self.config.zero_stage == 0 and (at("dp"), at("cp")) != (0, 0)
+        replica_of_tp = held.split is None and self._place > 0
+        replica_of_dp = self.config.zero_stage == 0 and not self._is_first_copy
         return not (replica_of_tp or replica_of_dp or self._is_second_copy(held))
 
     def _is_second_copy(self, held: Held) -> bool:
@@ -86,26 +104,24 @@ class HybridState:
 
     def parameter_parts(self) -> list[tuple[str, Part]]:
         """(name, part) for all parameters in this rank's memory. A tied weight has one name."""
-        tp_rank = self.mesh.coordinate("tp")
         # Without ZeRO-3 the rank holds whole parameters, even if other ranks update them.
         held = self._whole if self._zero3 is None else self.held
-        return [(self._key(h), part) for h in held for part in h.parts(h.tensor, tp_rank)]
+        return [(self._key(h), part) for h in held for part in h.parts(h.tensor, self._place)]
 
     def optimizer_parts(self) -> list[tuple[str, Part]]:
         """(name, part) for AdamW's states, `exp_avg.NAME` and `exp_avg_sq.NAME`.
 
         Makes states that do not exist yet.
         """
-        tp_rank = self.mesh.coordinate("tp")
         return [
             (f"{state}.{self._key(held)}", part)
             for held in self.held
             for state in _STATES
-            for part in held.parts(self._state(held.tensor)[state], tp_rank)
+            for part in held.parts(self._state(held.tensor)[state], self._place)
         ]
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:
-        state = self._optimizer.state[tensor]
+        state = self._optimizer_of[tensor].state[tensor]
         if not state:  # make the same state as AdamW's first step
             wide = torch.get_default_dtype() == torch.float64
             state["step"] = torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32)
@@ -120,8 +136,7 @@ class HybridState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the unsplit GPT, on the CPU of every rank. Collective; for small models."""
-        first = (self.mesh.coordinate("dp"), self.mesh.coordinate("cp")) == (0, 0)
-        needed = first or self._zero3 is not None
+        needed = self._is_first_copy or self._zero3 is not None
         state = join_parts(self.parameter_parts() if needed else [])
         if self._is_tied:
             state["head.weight"] = state["token_embedding.weight"]

@@ -53,7 +53,7 @@ from minidist.device import by_dtype_and_device
 from minidist.mesh import Mesh
 from minidist.parallel.context import shard_sequence
 from minidist.parallel.data import BucketedDDP, average_gradients_flat
-from minidist.parallel.hybrid.stage import build_stages, output_specs
+from minidist.parallel.hybrid.stage import HybridStage, build_stages, output_specs
 from minidist.parallel.hybrid.state import HybridState
 from minidist.parallel.pipeline import PipelineExecutor, interleaved
 from minidist.parallel.tensor import vocab_parallel_cross_entropy
@@ -108,7 +108,7 @@ class HybridTrainer(HybridState):
             )
         config.validate(
             world_size=mesh.world_size,
-            model=Transformer.from_config(model.config),
+            model=self._sizes(model),
             global_batch=config.dp * micro_batch * num_micro_batches,
             micro_batch=micro_batch,
         )
@@ -120,7 +120,7 @@ class HybridTrainer(HybridState):
         self.device = model.head.weight.device
 
         # Build: cut the model, then let the ranks of self.group share it.
-        self.stages = build_stages(model, mesh, config, compute_dtype=compute_dtype)
+        self.stages = self._build_stages(model, compute_dtype)
         self._module: nn.Module = self.stages[0]  # the module to call if there is no pipeline
         self._zero3: Zero3 | None = None
         self._share(bucket_bytes, compute_dtype, adamw)
@@ -135,10 +135,16 @@ class HybridTrainer(HybridState):
                 group=mesh.group("pp"),
                 specs=output_specs(config, model.config, micro_batch, dtype, compute_dtype),
             )
-        super().__init__(self.stages, mesh, config, self.optimizer, self._zero3)
+        super().__init__(self.stages, mesh, config, self.optimizers, self._zero3)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._factor = 1.0
+        self._scale = self._factor = 1.0
         self._reduced = True
+
+    def _sizes(self, model: Any) -> Transformer:
+        return Transformer.from_config(model.config)
+
+    def _build_stages(self, model: Any, compute_dtype: torch.dtype | None) -> list[HybridStage]:
+        return build_stages(model, self.mesh, self.config, compute_dtype=compute_dtype)
 
     def _share(self, bucket_bytes: int, compute_dtype: torch.dtype | None, adamw: Any) -> None:
         """Data parallelism or ZeRO over `group`, and the optimiser that goes with it."""
@@ -149,13 +155,13 @@ class HybridTrainer(HybridState):
             case 0:
                 if self.config.pp == 1 and self.config.shard_ranks > 1:
                     self._module = BucketedDDP(stage, group=self.group, bucket_bytes=bucket_bytes)
-                self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, **adamw)
+                optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, **adamw)
             case 1:
-                self.optimizer = ShardedOptimizer(
+                optimizer = ShardedOptimizer(
                     params, torch.optim.AdamW, average_gradients=True, **options
                 )
             case 2:
-                self.optimizer = Zero2Optimizer(params, torch.optim.AdamW, **options)
+                optimizer = Zero2Optimizer(params, torch.optim.AdamW, **options)
             case _:
                 # Parameters travel and compute in 16 bits; autocast would keep 16-bit copies.
                 policy = MixedPrecisionPolicy(compute_dtype, torch.float32)
@@ -165,7 +171,8 @@ class HybridTrainer(HybridState):
                     self.group,
                     policy=None if compute_dtype is None else policy,
                 )
-                self.optimizer = torch.optim.AdamW(stage.parameters(), **adamw)
+                optimizer = torch.optim.AdamW(stage.parameters(), **adamw)
+        self.optimizers = [optimizer]
 
     # 1. forward and backward --------------------------------------------------------------------
 
@@ -188,6 +195,7 @@ class HybridTrainer(HybridState):
         self.zero_grad()
         self._reduced = False
         num_tokens, tokens_BT, targets_BT = self._prepare(tokens_BT, targets_BT)
+        self._scale = scale
         self._factor = scale * self.config.shard_ranks / max(num_tokens, 1)
         if self.pipeline is not None:
             self._factor *= self.num_micro_batches  # the executor takes the mean over them
@@ -263,9 +271,10 @@ class HybridTrainer(HybridState):
         """Make gradients means over ranks if backward has not. A second call does nothing."""
         if not self._reduced:
             self._reduced = True
-            if isinstance(self.optimizer, ShardedOptimizer):
-                self.optimizer.reduce_gradients()
-            elif self.pipeline is not None:
+            sharded = [o for o in self.optimizers if isinstance(o, ShardedOptimizer)]
+            for optimizer in sharded:
+                optimizer.reduce_gradients()
+            if not sharded and self.pipeline is not None:
                 average_gradients_flat(nn.ModuleList(self.stages), self.group)
 
     # 3. clip ------------------------------------------------------------------------------------
@@ -306,18 +315,25 @@ class HybridTrainer(HybridState):
     def step(self) -> None:
         """Update the parameters. Collective."""
         self.prepare_gradients()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.num_updates += 1
 
     def zero_grad(self) -> None:
         """Clear all gradients, including those of a skipped step."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         if self._zero3 is not None:
             self._zero3.discard_gradients()
 
     def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def metrics(self) -> dict[str, float]:
+        """What a log should know of the last step besides its loss; the same on every rank."""
+        return {}
 
     @property
     def _has_loss(self) -> bool:
