@@ -196,12 +196,12 @@ SHARED = {"top_k": 3, "shared_experts": 1, "micro_batch": 2}
 SWITCH = {"top_k": 1, "balance_loss": 0.3, "bias_speed": 0.0}
 ROOM = {"capacity_factor": 1.0}
 CASES = {
-    1: [case(), case(12, **SWITCH, micro_batch=12), case(**ROOM, recompute=True)],
+    1: [case(), case(4, **SWITCH, micro_batch=4), case(**ROOM, recompute=True)],
     2: [
         case(ep=2),
         case(ep=2, zero=1, recompute=True),
         case(**SHARED, zero=1),
-        case(12, **SWITCH, ep=2, micro_batch=6, recompute=True),
+        case(6, **SWITCH, ep=2, micro_batch=3, recompute=True),
         case(**ROOM, ep=2, tied=True),
     ],
     3: [case(ep=3, zero=1), case(**SHARED), case(12, **SWITCH, ep=3, micro_batch=4)],
