@@ -156,7 +156,9 @@ def _draw_events(
             record.noise()
             make(record, rng, number)
             traces.append([record.events[i] for i in rng.permutation(len(record.events))])
-        inputs.append({"rank": rank + 3, "traces": traces, "kept": make is _cpu_events})
+        on_cpu = make is _cpu_events
+        of_rank = 0 if on_cpu and rank == 1 else rank + 3  # never this rank's own number
+        inputs.append({"rank": of_rank, "traces": traces, "kept": on_cpu})
     return inputs
 
 
