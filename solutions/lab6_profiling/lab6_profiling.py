@@ -297,7 +297,8 @@ def step_windows(events: list[dict]) -> list[tuple[float, float]]:
 #   loader: it stacks samples to a batch.
 #
 # `start` and `end` are in seconds, on the axis of `ts` (`start` is `ts / 1e6`). Operators that
-# other operators called lie inside them. You may keep them or leave them out.
+# other operators called lie inside them. You may keep them or leave them out. Leave the events
+# themselves as they are: others read them, too.
 #
 # <details><summary>Hint</summary>
 #
@@ -640,7 +641,8 @@ show(partial(draw_runs, runs=five_runs), width=14, height=4.5, columns=5)
 # %% [markdown]
 # **Write `find_bottleneck(spans, steps)`.** `spans` are those of all ranks, on one clock, in any
 # order. There may be any number of ranks. `steps` is the list of `(start, end)` of the steps, the
-# same for all ranks. The first step is for warming up: **leave it out**. Return one of these:
+# same for all ranks; each begins where the one before it ends. The first step is for warming up:
+# **leave it out**. Return one of these:
 #
 # | answer | the loss, in seconds |
 # |---|---|
@@ -954,7 +956,8 @@ check("prof_loader_settings", loader_settings)
 #   to the first, without a pause; when it is through with $i$, gradient $i$ is there.
 # - A bucket starts when all of its gradients are there **and** the bucket before it in the plan has
 #   arrived: the network carries one at a time. It takes `all_reduce_s(bytes)`.
-# - The step ends when backward has ended and the last bucket has arrived.
+# - The step ends when backward has ended and the last bucket has arrived. (A plan may leave
+#   gradients out: those do not travel.)
 #
 # **Write `tune_plan(sizes, measure)`**: the best plan. `measure(plan)` returns the seconds of a
 # step with that plan. Where it has them from is not your business: from `predict_step`, from an

@@ -22,6 +22,7 @@ import torch
 
 from autograder.criteria.criterion import Draw, Values, integer
 
+MANY = 40  # to keep: more than any test saves, so that nothing is deleted. ckpt_keep keeps fewer.
 NUMEL = 60_000  # 240 kB of float32: more than `deaths.WRITE_LIMIT_BYTES`
 
 

@@ -130,7 +130,7 @@ LAB = Lab(
         ),
         _hierarchy(
             name="hier_slow_bytes", title="1/local_size over the slow link", points=7,
-            draw=hierarchy.draw_bytes, observe=hierarchy.observe_bytes,
+            draw=hierarchy.draw_slow, observe=hierarchy.observe_bytes,
             judge=hierarchy.judge_slow,
         ),
         _hierarchy(

@@ -15,6 +15,7 @@ import torch
 
 from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import (
+    MANY,
     load_file,
     name_of,
     newest_in,
@@ -62,9 +63,10 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
                 "losses": [1.5, step],
                 "word": inputs["word"],
                 "nothing": None,
+                "step": -step,  # the state's own, whatever that counts
             }
             # A script knows the folder as text; others give a path.
-            returned = module.save_checkpoint(str(place), step, state, keep=3)
+            returned = module.save_checkpoint(str(place), step, state, keep=MANY)
             right = (place / name_of(step)).resolve()
             answer["returned"].append(Path(str(returned)).resolve() == right)
         now = time.time()
@@ -72,6 +74,10 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
             file = place / name_of(step)
             if file.is_file():
                 os.utime(file, (now - 100 * age, now - 100 * age))
+        # Before the first step there may be little to save, after much that was saved already.
+        start = folder / "start"
+        module.save_checkpoint(start, 0, {}, keep=MANY)
+        answer["start"] = repr(module.load_newest(start))
         answer["files"] = sorted(p.name for p in place.iterdir() if p.name.endswith(".ckpt"))
         elsewhere = folder / "elsewhere"  # a checkpoint is one file, so only that is copied
         elsewhere.mkdir()
@@ -94,6 +100,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
             *state["losses"],
             state["word"],
             state["nothing"],
+            state["step"],
         ]
         return answer
 
@@ -115,7 +122,13 @@ def judge_roundtrip(case: Case) -> list[Finding]:
         wrong("save_checkpoint: expected that it returns the path of its file.")
     names = [name_of(step) for step in given["steps"]]
     if answer.get("files") != names:
-        wrong(f"files after three saves with keep=3: expected {names}, got {answer.get('files')}.")
+        got = answer.get("files")
+        wrong(f"files after three saves with keep={MANY}: expected {names}, got {got}.")
+    if answer.get("start") != "(0, {})":
+        wrong(
+            "an empty dict was saved for step 0, after larger states: expected load_newest to give "
+            f"(0, {{}}), got {str(answer.get('start'))[:200]}."
+        )
     last = given["steps"][-1]
     if answer.get("step") != last:
         wrong(
@@ -138,7 +151,7 @@ def judge_roundtrip(case: Case) -> list[Finding]:
         wrong(f"a bfloat16 tensor came back as {answer.get('dtype')}.")
     if answer.get("rest") != [
         *(0.1 * last, last, "tuple", "list", "int"),
-        *(1.5, last, given["word"], None),
+        *(1.5, last, given["word"], None, -last),
     ]:
         wrong(
             "numbers, text, None, a tuple and a list did not come back as they were saved: "
@@ -167,7 +180,7 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
     steps = inputs["steps"][:3]
     with working_with(path) as (module, folder):
         for step in steps:
-            module.save_checkpoint(folder, step, state_of(inputs, step), keep=5)
+            module.save_checkpoint(folder, step, state_of(inputs, step), keep=MANY)
         answer: Values = {"whole": newest_in(module, folder, inputs), "found": []}
         newest = folder / name_of(steps[-1])
         whole = newest.read_bytes() if newest.is_file() else b"?" * 100
@@ -179,7 +192,8 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
         (folder / name_of(steps[0])).write_bytes(b"")
         answer["all"] = newest_in(module, folder, inputs)
         # Leftovers of a process that died are no checkpoints either.
-        module.save_checkpoint(folder, steps[0], state_of(inputs, steps[0]), keep=5)
+        (folder / name_of(steps[0])).unlink()
+        module.save_checkpoint(folder, steps[0], state_of(inputs, steps[0]), keep=MANY)
         for name in (f"{name_of(steps[-1] + 1)}.tmp", f"tmp-{steps[-1] + 1}", "notes.txt"):
             (folder / name).write_bytes(whole[:1000])
         answer["leftovers"] = newest_in(module, folder, inputs)

@@ -13,6 +13,7 @@ from unittest import mock
 
 from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import (
+    MANY,
     describe,
     is_whole,
     load_file,
@@ -42,10 +43,10 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
     with working_with(path) as (module, folder):
         before, place = folder / "before", folder / "now"
         for step in (first, second):
-            module.save_checkpoint(before, step, state_of(inputs, step), keep=3)
+            module.save_checkpoint(before, step, state_of(inputs, step), keep=MANY)
         try:
             with elsewhere:
-                module.save_checkpoint(folder / "first", first, state_of(inputs, first), keep=3)
+                module.save_checkpoint(folder / "first", first, state_of(inputs, first), keep=MANY)
         except FileNotFoundError as error:
             if _ELSEWHERE not in str(error):
                 raise
@@ -61,7 +62,7 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
 
             def save(step: int = step, state: Values = state) -> None:
                 with elsewhere:
-                    module.save_checkpoint(place, step, state, keep=3)
+                    module.save_checkpoint(place, step, state, keep=MANY)
 
             answer[what] = []
             for death in deaths(save, afresh):
@@ -103,7 +104,7 @@ def _after(
         found = module.load_newest(place)
         left["found"] = -1 if found is None else integer(found[0], "step from load_newest")
         for step, state in (*saved.items(), (steps[3], state_of(inputs, steps[3]))):
-            module.save_checkpoint(place, step, state, keep=3)
+            module.save_checkpoint(place, step, state, keep=MANY)
     except Exception as error:
         left["failed"] = describe(error, path)[:600]
         return left
@@ -174,11 +175,11 @@ def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
     kept = [s for s in steps[:2] if s in there] + ([step] if step in there else [])
     if left.get("found") != max(kept, default=-1):
         return f"step {max(kept, default=-1)} is whole, load_newest gave {left.get('found')}."
-    wanted = sorted({*kept, step, steps[3]})[-3:]
+    wanted = sorted({*kept, step, steps[3]})
     if left.get("files") != [name_of(s) for s in wanted] or left.get("later") != [steps[3], True]:
         return (
-            f"after the next saves, of steps {step} and {steps[3]} with keep=3, there should be "
-            f"{[name_of(s) for s in wanted]}, there is {left.get('files')}. What a dead process "
+            f"after the next saves, of steps {step} and {steps[3]} with keep={MANY}, there should "
+            f"be {[name_of(s) for s in wanted]}, there is {left.get('files')}. What a dead process "
             "has left behind must not be taken for a checkpoint."
         )
     if left.get("saved") is not True:

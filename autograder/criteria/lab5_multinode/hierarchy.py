@@ -26,6 +26,8 @@ from minidist.emulate.trace import Event
 CALLS = 2
 FLOATS_PER_RANK = 12_000  # times the world size = a length that every local size divides
 SLACK = 1.02
+# The other tensors: small, and of a dtype of two bytes; no node size but 1 divides their lengths.
+SMALL, SMALL_CALLS, HALF, HALF_CALLS = 613, 8, 20_003, 2
 MARK = 101  # elements of the first small all-reduce that marks the end of a node size; then 102, …
 SLACK_BYTES = 6_000  # allowed for small messages by which ranks agree on something
 ROUNDING = 2e-7  # error of a few float32 sums: relative, and twice that absolute near zero
@@ -42,13 +44,13 @@ def local_sizes(world_size: int) -> list[int]:
 def draw_values(draw: Draw) -> list[Values]:
     """Three private tensors per node size: two with lengths that need padding, a float64 matrix.
 
+    One of the two is a single number without a dimension.
+
     The matrix has as many numbers as the first tensor: a buffer must suit its dtype, too.
     """
     world_size = draw.world_size
     sizes = draw.shared()
-    shapes = [
-        [[int(sizes.integers(20, 60)) * world_size + 1], [1]] for _ in local_sizes(world_size)
-    ]
+    shapes = [[[int(sizes.integers(20, 60)) * world_size + 1], []] for _ in local_sizes(world_size)]
     for per_case in shapes:
         per_case.append([per_case[0][0], 1])
     inputs = []
@@ -58,7 +60,7 @@ def draw_values(draw: Draw) -> list[Values]:
         for case, per_case in enumerate(shapes):
             for number, shape in enumerate(per_case):
                 dtype = np.float64 if number == 2 else np.float32
-                values[f"{case}/{number}"] = rng.normal(size=shape).astype(dtype)
+                values[f"{case}/{number}"] = np.asarray(rng.normal(size=shape), dtype)
         inputs.append(values)
     return inputs
 
@@ -158,6 +160,11 @@ def draw_bytes(draw: Draw) -> list[Values]:
     ]
 
 
+def draw_slow(draw: Draw) -> list[Values]:
+    """As `draw_bytes`, and other tensors, which must not take a shorter way over the slow link."""
+    return [values | {"others": True} for values in draw_bytes(draw)]
+
+
 @on_two_nodes
 def observe_bytes(reducer_class: Any, inputs: Values, context: Context) -> Values:
     """All-reduces a large tensor twice with the same reducer, for every node size."""
@@ -165,6 +172,11 @@ def observe_bytes(reducer_class: Any, inputs: Values, context: Context) -> Value
         all_reduce = reducer_class(local_size)
         for _ in range(CALLS):
             all_reduce(torch.from_numpy(inputs["x"].copy()))
+        if "others" in inputs:
+            for _ in range(SMALL_CALLS):
+                all_reduce(torch.ones(1, SMALL))
+            for _ in range(HALF_CALLS):
+                all_reduce(torch.ones(HALF, dtype=torch.bfloat16))
         dist.all_reduce(torch.zeros(MARK + number, dtype=torch.int64))  # ends this node size
     return {"done": True}
 
@@ -272,12 +284,17 @@ def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool)
 
 
 def judge_slow(case: Case) -> list[Finding]:
-    """No rank sends more between nodes than a ring all-reduce of its 1/local_size needs."""
+    """No rank sends more between nodes than a ring all-reduce of its 1/local_size needs.
+
+    A tensor may be padded so that the ranks of a node divide its length.
+    """
     findings: list[Finding] = []
     for number, (local_size, sent) in enumerate(_sent(case)):
         nodes = case.world_size // local_size
         num_bytes = 4 * FLOATS_PER_RANK * case.world_size
-        ideal = CALLS * 2 * (nodes - 1) / nodes * num_bytes / local_size
+        small, half = (4 * -(-SMALL // local_size), 2 * -(-HALF // local_size))
+        own_bytes = CALLS * num_bytes // local_size + SMALL_CALLS * small + HALF_CALLS * half
+        ideal = 2 * (nodes - 1) / nodes * own_bytes
         layout = f"{nodes} nodes × {local_size}"
         total = sum(outside for _, outside in sent)
         if total < 0.49 * ideal * case.world_size:
@@ -291,10 +308,12 @@ def judge_slow(case: Case) -> list[Finding]:
             if outside > SLACK * ideal + SLACK_BYTES:
                 findings.append(
                     Finding(
-                        f"{layout}, {CALLS} all-reduces of {_mb(num_bytes)}: this rank sent "
-                        f"{_mb(outside)} to other nodes, at most {_mb(ideal)} is needed. Reduce-"
-                        f"scatter inside the node first: then each rank has 1/{local_size} of the "
-                        "sum, and only that has to meet its counterparts on the other nodes.",
+                        f"{layout}, {CALLS} all-reduces of {_mb(num_bytes)}, {SMALL_CALLS} of "
+                        f"{SMALL} numbers and {HALF_CALLS} of {HALF} numbers in bfloat16: this "
+                        f"rank sent {_mb(outside)} to other nodes, at most {_mb(ideal)} is needed. "
+                        f"Reduce-scatter inside the node first: then each rank has 1/{local_size} "
+                        "of the sum, and only that has to meet its counterparts on the other "
+                        "nodes, whatever the tensor's size and dtype.",
                         rank,
                     )
                 )
@@ -359,6 +378,7 @@ def _mb(num_bytes: float) -> str:
 # --- hier_hook -----------------------------------------------------------------------------------
 
 HOOK_SIZES, HOOK_BATCH, HOOK_STEPS = (6, 40, 3), 5, 2
+HOOK_CAP_MB = 6e-4  # several buckets: the hook is called for each
 
 
 def draw_hook(draw: Draw) -> list[Values]:
@@ -391,7 +411,7 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     """Gradients of the second step of torch's DDP with the student's hook."""
     model: nn.Module = oracle.mlp(inputs).to(context.device)
     ids = [context.device] if context.device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=ids)
+    ddp = DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=HOOK_CAP_MB)
     counting = _Counting()
     names = list(inspect.signature(hook).parameters)
     if len(names) != 2 or names[1] != "bucket":

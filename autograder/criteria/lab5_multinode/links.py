@@ -7,11 +7,12 @@ would take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from autograder.criteria.common.answers import item_of, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 RUN = ("kind", "num_bytes", "seconds", "num_ranks")  # the arguments of bus_bandwidth
@@ -25,24 +26,41 @@ KINDS = {
 
 
 def draw_measure(draw: Draw) -> list[Values]:
-    """A link per rank: slow warm-up calls, and repeats // 2 disturbed calls for each size."""
+    """Two links per rank: one with slow warm-up calls, and one without, whose repeats are even."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        repeats = int(rng.choice([7, 9]))  # not the default
-        disturbed = [[int(i) for i in rng.choice(5, repeats // 2, replace=False)] for _ in SIZES]
-        inputs.append(
-            {
-                "warmup": int(rng.choice([3, 4])),
-                "repeats": repeats,
-                "latency_s": float(rng.uniform(1e-5, 9e-4)),
-                "bandwidth_bytes_per_s": float(rng.uniform(2e8, 3e9)),
-                "clock_began_s": float(rng.uniform(10, 1000)),
-                "disturbed": disturbed,
-                "cold_s": float(rng.uniform(0.5, 2.0)),
-            }
-        )
+        links = [_draw_link(rng, (3, 4), (7, 9)), _draw_link(rng, (0,), (6, 8))]  # no defaults
+        inputs.append({"links": links})
     return inputs
+
+
+def _draw_link(rng: np.random.Generator, warmup: Sequence[int], repeats: Sequence[int]) -> Values:
+    """A link, the sizes in some order, and per size the factors by which its calls take longer.
+
+    Their median is 1: of an odd number of calls half are disturbed; of an even number the two in
+    the middle are as much below it as above.
+    """
+    count = int(rng.choice(repeats))
+    factors = []
+    for _ in SIZES:
+        calls = np.ones(count)
+        calls[: count // 2] = 7.5
+        if count % 2 == 0:
+            calls[count // 2 - 1] = 1.25
+            calls[count // 2] = 0.75
+            calls[count // 2 + 1 :] = 0.5
+        factors.append(rng.permutation(calls).tolist())
+    return {
+        "warmup": int(rng.choice(warmup)),
+        "repeats": count,
+        "sizes": [SIZES[i] for i in rng.permutation(len(SIZES))],
+        "latency_s": float(rng.uniform(1e-5, 9e-4)),
+        "bandwidth_bytes_per_s": float(rng.uniform(2e8, 3e9)),
+        "clock_began_s": float(rng.uniform(10, 1000)),
+        "factors": factors,
+        "cold_s": float(rng.uniform(0.5, 2.0)),
+    }
 
 
 class _Link:
@@ -64,25 +82,33 @@ class _Link:
         warmup = self.inputs["warmup"]
         if call < warmup:
             taken_s += self.inputs["cold_s"]
-        elif call - warmup in self.inputs["disturbed"][SIZES.index(num_bytes)]:
-            taken_s *= 7.5
+        else:
+            factors = self.inputs["factors"][SIZES.index(num_bytes)]
+            taken_s *= factors[min(call - warmup, len(factors) - 1)]
         self.now_s += taken_s
 
 
 def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Values:
-    """The latency and bandwidth that the function measures."""
-    link = _Link(inputs)
-    found = measure_link(
-        link.exchange,
-        list(SIZES),
-        clock=link.clock,
-        warmup=inputs["warmup"],
-        repeats=inputs["repeats"],
-    )
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise TypeError(f"measure_link: expected (latency_s, bandwidth_bytes_per_s), got {found!r}")
-    names = ("latency_s", "bandwidth_bytes_per_s")
-    return {"found": np.array([_number(v, n) for v, n in zip(found, names, strict=True)])}
+    """The latency and bandwidth that the function measures, and how often it called, per link."""
+    answer: Values = {"calls": []}
+    for number, given in enumerate(inputs["links"]):
+        link = _Link(given)
+        found = measure_link(
+            link.exchange,
+            list(given["sizes"]),
+            clock=link.clock,
+            warmup=given["warmup"],
+            repeats=given["repeats"],
+        )
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"measure_link: expected (latency_s, bandwidth_bytes_per_s), got {found!r}"
+            )
+        names = ("latency_s", "bandwidth_bytes_per_s")
+        numbers = [_number(v, n) for v, n in zip(found, names, strict=True)]
+        answer[f"found/{number}"] = np.array(numbers)
+        answer["calls"].append([link.calls.get(size, 0) for size in SIZES])
+    return answer
 
 
 def _number(value: Any, what: str) -> float:
@@ -98,21 +124,25 @@ def _number(value: Any, what: str) -> float:
 
 
 def judge_measure(case: Case) -> Iterator[Finding]:
-    """Latency and bandwidth of the link, within one in a thousand."""
+    """Latency and bandwidth of the link, within one in a thousand; as many calls as asked for."""
     for rank, answer in enumerate(case.answers):
-        given, got = case.inputs[rank], answer.get("found")
-        right = np.array([given["latency_s"], given["bandwidth_bytes_per_s"]])
-        hint = "" if not isinstance(got, np.ndarray) else _reason(got, right, given)
-        if wrong := differs(
-            rank,
-            "[latency_s, bandwidth_bytes_per_s]",
-            got,
-            right,
-            rtol=1e-3,
-            atol=0.0,
-            hint=hint,
-        ):
-            yield wrong
+        for number, given in enumerate(case.inputs[rank]["links"]):
+            got = answer.get(f"found/{number}")
+            right = np.array([given["latency_s"], given["bandwidth_bytes_per_s"]])
+            hint = "" if not isinstance(got, np.ndarray) else _reason(got, right, given)
+            where = f"warmup={given['warmup']}, repeats={given['repeats']}"
+            what = f"{where}: [latency_s, bandwidth_bytes_per_s]"
+            calls, count = (
+                item_of(told(answer, "calls"), number),
+                given["warmup"] + given["repeats"],
+            )
+            if calls != [count] * len(SIZES):
+                why = f"expected {count} calls of exchange for each size, got {calls}."
+                yield Finding(f"{where}: {why}", rank)
+                break
+            if wrong := differs(rank, what, got, right, rtol=1e-3, atol=0.0, hint=hint):
+                yield wrong
+                break
 
 
 def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:

@@ -67,7 +67,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
             inputs = inputs | {"job": inputs["job"] | {"steps": done}}
             job.inputs = inputs
             finished = _run(job, f" when it was started with --steps={done} and all {done} done")
-            answer["finished"] = finished.get("losses")
+            answer |= {f"finished/{k}": v for k, v in finished.items()}
         return answer
 
 
@@ -155,16 +155,21 @@ def judge_lost(case: Case) -> list[Finding]:
         if wrong := oracle.differs(0, f"{name} of the resumed run", got, right, hint=text):
             return [wrong]
     every = given["job"]["every"]
-    if saves == [*range(every, given["job"]["steps"] + 1, every)] and (
-        wrong := oracle.differs(
-            0,
-            f"losses of a job that was started again with all of its {saves[-1]} steps done",
-            answer.get("finished"),
-            whole[: saves[-1]],
-            hint="It has nothing left to do but to write --out.",
-        )
-    ):
+    if saves == [*range(every, given["job"]["steps"] + 1, every)]:
+        return _finished(given, answer, whole[: saves[-1]])
+    return []
+
+
+def _finished(given: Values, answer: Values, losses: np.ndarray) -> list[Finding]:
+    """What is wrong with the --out of a job that was started again with all of its steps done."""
+    what = f"of a job that was started again with all of its {len(losses)} steps done"
+    hint = "It has nothing left to do but to write --out."
+    got = answer.get("finished/losses")
+    if wrong := oracle.differs(0, f"losses {what}", got, losses, hint=hint):
         return [wrong]
+    got = answer.get("finished/p0")
+    if not isinstance(got, np.ndarray) or np.array_equal(got, given["p0"]):
+        return [Finding(f"p0 {what} is as before the first step, not as it was saved. {hint}", 0)]
     return []
 
 

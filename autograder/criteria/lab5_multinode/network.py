@@ -58,7 +58,8 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
         if kind == "ipv6 peer":
             table[-1] = (fast, [*table[-1][1], f"fd00:{a:x}:{b:x}::{e:x}/64"])
             table[2] = (table[2][0], [*table[2][1], f"fd00:{a:x}:{b + 1:x}::{e:x}/64"])
-            peer = f"fd00:{a:x}:{b:x}::{e + 1:x}"
+            # The same address may be written in several ways.
+            peer = ipaddress.ip_address(f"fd00:{a:x}:{b:x}::{e + 1:x}").exploded
         if kind == "second address":  # both of one interface hold the peer, as does a third network
             table[-1] = (fast, [f"10.{a}.{b}.{e}/8", f"10.{a}.{b}.{e}/20"])
             table.append(("bond0", [f"10.{a}.{b}.{e % 200 + 3}/16"]))

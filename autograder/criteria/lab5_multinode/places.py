@@ -108,6 +108,7 @@ def draw_command(draw: Draw) -> list[Values]:
         rng = draw.private(rank)
         num_nodes = int(rng.integers(2, 5))
         a, b, c = (int(n) for n in rng.integers(1, 250, 3))
+        rate = f"{rng.random():.3f}"
         inputs.append(
             {
                 "num_nodes": num_nodes,
@@ -116,7 +117,8 @@ def draw_command(draw: Draw) -> list[Values]:
                 "port": int(rng.integers(20000, 60000)),
                 "run_id": f"job-{int(rng.integers(10**6)):06d}",
                 "max_restarts": int(rng.integers(1, 9)),
-                "script": ["train.py", "--lr", f"{rng.random():.3f}"],
+                # A word may hold a blank, and may come twice.
+                "script": ["train.py", "--lr", rate, "--note", "from two nodes", "--decay", rate],
             }
         )
     return inputs

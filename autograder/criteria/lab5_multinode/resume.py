@@ -66,11 +66,15 @@ def _training(arrays: Values, settings: Values, device: torch.device) -> Trainin
     # layer's bias would be only rounding noise, which Adam would amplify.
     model.insert(2, nn.BatchNorm1d(SIZES[1], dtype=torch.float64))
     model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], weight_decay=0.1)
-    warmup = settings["warmup"]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / warmup) * 0.9**step
-    )
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings["lr"], weight_decay=0.1)
+    schedules = torch.optim.lr_scheduler
+    warmup = settings["warmup"]  # two schedules, each with a state of its own
+    rising = schedules.LinearLR(optimizer, start_factor=0.2, total_iters=warmup)
+    falling = schedules.ExponentialLR(optimizer, gamma=0.9)
+    scheduler = schedules.SequentialLR(optimizer, [rising, falling], milestones=[warmup])
     return Training(model, optimizer, scheduler, Positions(11, settings["seed"]))
 
 

@@ -90,14 +90,28 @@ def draw_plans(draw: Draw) -> list[Values]:
                 sizes[-3:] = [3 * unit, 4 * unit, 3 * unit]
                 cap -= 0.25
             cases.append({"sizes": sizes, "cap": cap})
+        cases.append({"sizes": [], "cap": 100})  # nothing to send: no bucket, and no empty one
         inputs.append({"cases": cases})
     return inputs
 
 
 def observe_plans(plan_buckets: Any, inputs: Values, context: Context) -> Values:
     """The plan for every case."""
-    plans = [plan_buckets(list(case["sizes"]), case["cap"]) for case in inputs["cases"]]
-    return {"plans": [read_plan(plan, "plan_buckets") for plan in plans]}
+    plans = []
+    for case in inputs["cases"]:
+        sizes = list(case["sizes"])
+        plans.append(read_plan(plan_buckets(sizes, case["cap"]), "plan_buckets"))
+        _unchanged("plan_buckets", "sizes", sizes, case["sizes"])
+    return {"plans": plans}
+
+
+def _unchanged(function: str, what: str, now: list[Any], before: list[Any]) -> None:
+    """Raises a ValueError if a function has changed a list that it was given."""
+    if now != before:
+        raise ValueError(
+            f"{function} has changed its argument {what}, and the next call gets it as it is then: "
+            f"it was {before}, now {now}"
+        )
 
 
 def judge_plans(case: Case) -> Iterator[Finding]:
@@ -168,11 +182,14 @@ def all_reduce_of(network: Values) -> Callable[[float], float]:
 
 
 def draw_predictions(draw: Draw) -> list[Values]:
-    """Plans in reverse order, one of them on a fast network, and plans in random order."""
+    """Plans in reverse order, two of them on a fast network, and plans in random order.
+
+    The last plan leaves out the gradients that backward delivers last.
+    """
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
-        for number in range(6):
+        for number in range(7):
             count = int(rng.integers(6, 12))
             network = draw_network(
                 rng, float(rng.uniform(0.2, 1.5)), float(rng.uniform(0.2, 1.2)), count
@@ -181,30 +198,30 @@ def draw_predictions(draw: Draw) -> list[Values]:
             if number in (3, 4):  # random order, in which the buckets also travel
                 order = [int(i) for i in rng.permutation(count)]
             cuts = sorted({int(c) for c in rng.integers(1, count, 3)})
-            if number == 0:  # a network so fast that only the last bucket is exposed
+            if number in (0, 6):  # a network so fast that only the last bucket is exposed
                 network |= {"fixed_s": 0.0, "s_per_byte": network["s_per_byte"] / 20}
             if number == 5:  # one bucket
                 cuts = []
             bounds = zip([0, *cuts], [*cuts, count], strict=True)
-            cases.append(network | {"plan": [order[a:b] for a, b in bounds]})
+            plan = [order[a:b] for a, b in bounds]
+            cases.append(network | {"plan": plan[:-1] if number == 6 else plan})
         inputs.append({"cases": cases})
     return inputs
 
 
 def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> Values:
     """Predicted seconds for every case."""
-    seconds = [
-        described_scalar(
-            predict_step(
-                [list(b) for b in case["plan"]],
-                list(case["sizes"]),
-                list(case["backward_s"]),
-                case["forward_s"],
-                all_reduce_of(case),
-            )
-        )
-        for case in inputs["cases"]
-    ]
+    seconds = []
+    for case in inputs["cases"]:
+        lists: Values = {
+            "plan": [list(bucket) for bucket in case["plan"]],
+            "sizes": list(case["sizes"]),
+            "backward_s": list(case["backward_s"]),
+        }
+        found = predict_step(**lists, forward_s=case["forward_s"], all_reduce_s=all_reduce_of(case))
+        seconds.append(described_scalar(found))
+        for name, value in lists.items():
+            _unchanged("predict_step", name, value, case[name])
     return {"seconds": seconds}
 
 

@@ -277,9 +277,10 @@ def _sends_problem(case: Case, rank: int, step: int, local: list[np.ndarray]) ->
 def judge_efficiency(case: Case) -> list[Finding]:
     """At least 90 % of the steps' virtual time is computation.
 
-    In every step all gradients travel, and nothing waits while backward goes on.
+    In every step all gradients travel, nothing waits while backward goes on, and what travels is
+    waited for before the next step.
     """
-    findings = _missing_gradients(case) or _waits_in_backward(case)
+    findings = _missing_gradients(case) or _waits_in_backward(case) or _left_under_way(case)
     if findings:
         return findings
     values = case.inputs[0]
@@ -337,6 +338,29 @@ def _waits_in_backward(case: Case) -> list[Finding]:
                         f"step {step}: an all-reduce was waited for while backward still had "
                         "layers to go. Nothing waits before finish(): the network has a queue of "
                         "its own.",
+                        rank,
+                    )
+                ]
+    return []
+
+
+def _left_under_way(case: Case) -> list[Finding]:
+    """A finding if a rank began the next step, or ended, with an all-reduce that it had not waited
+    for."""
+    for rank, events in enumerate(case.trace.events):
+        for step in range(STEPS):
+            found = _all_reduces(case, rank, step)
+            if isinstance(found, Finding):
+                return [found]
+            begins = [i for i, e in enumerate(events) if is_compute(e, "forward", step + 1)]
+            part = events[: begins[0] if begins else None]
+            waited = {e.key for e in part if e.kind == "wait"}
+            if left := [n for n, c in enumerate(found) if c.key not in waited]:
+                return [
+                    Finding(
+                        f"step {step}: nobody waited for all-reduce {left[0]} of {len(found)}, so "
+                        "its gradients may be no mean yet when finish() returns. Collectives may "
+                        "end in another order than that of their calls: wait for each.",
                         rank,
                     )
                 ]

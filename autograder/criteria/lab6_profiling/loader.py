@@ -42,16 +42,17 @@ class SlowLoader:
     def __init__(self, load_s: list[float], work_s: list[float]) -> None:
         self.load_s, self.work_s = load_s, work_s
         self.now = self.ready = 10.0
-        self.seen: list[int] = []
+        self.batches = [None if n == 2 else n for n in range(len(load_s))]  # the first one is 0
+        self.seen: list[Any] = []
 
-    def __iter__(self) -> Iterator[int]:
-        for number, seconds in enumerate(self.load_s):
+    def __iter__(self) -> Iterator[int | None]:
+        for batch, seconds in zip(self.batches, self.load_s, strict=True):
             self.now += seconds
-            yield number
+            yield batch
 
-    def step(self, batch: int) -> None:
+    def step(self, batch: int | None) -> None:
         """Queues one step's work."""
-        self.seen.append(int(batch))
+        self.seen.append(batch if batch is None else int(batch))
         self.now += LAUNCH_S
         self.ready = max(self.ready, self.now) + self.work_s[len(self.seen) - 1]
 
@@ -96,8 +97,13 @@ def judge_wait(case: Case) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(3):
             load, work = inputs[f"load/{number}"], inputs[f"work/{number}"] + LAUNCH_S
-            if item_of(answer.get("seen"), number) != list(range(len(load))):
-                yield Finding("step(batch) is called once for each batch.", rank)
+            batches = SlowLoader(load, work).batches
+            if item_of(answer.get("seen"), number) != batches:
+                yield Finding(
+                    f"step(batch) is called once for each batch, 0 and None included: expected "
+                    f"{batches}, got {item_of(answer.get('seen'), number)}.",
+                    rank,
+                )
                 break
             got = item_of(answer.get("means"), number)
             wait, step = (item_of(got, i) for i in (0, 1))
@@ -219,6 +225,22 @@ class _DiskError(Exception):
     """The error that the source raises; of no kind that anybody expects."""
 
 
+# The thread has something to put, and there is no room: a batch, the end, an error. Or no thread.
+BREAKS = (
+    "a loop broke off after 3 batches",
+    "a loop broke off after 3 batches, when the source was through and the queue full",
+    "a loop broke off after 3 batches, when the source had failed and the queue was full",
+    "a loop broke off after 0 batches",
+)
+
+
+def _source(kind: str, depth: int) -> Iterator[int]:
+    """What the loop that breaks off is about to read."""
+    yield from range(3 + depth if kind in BREAKS[1:3] else MANY)
+    if kind == BREAKS[2]:
+        raise _DiskError(kind)
+
+
 def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
     """The delivered batches, an error of the source, and threads left after a loop breaks off."""
     batches, depth, broken = inputs["batches"], inputs["depth"], inputs["broken"]
@@ -237,9 +259,9 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
     before = set(threading.enumerate())
 
     left = []
-    for taken in (3, 0):
-        loop = iter(prefetch(iter(range(MANY)), depth))
-        for _ in range(taken):
+    for kind in BREAKS:
+        loop = iter(prefetch(_source(kind, depth), depth))
+        for _ in range(0 if kind == BREAKS[-1] else 3):
             next(loop)
         time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
         getattr(loop, "close", lambda: None)()
@@ -287,14 +309,17 @@ def judge_ends(case: Case) -> Iterator[Finding]:
                 f"{answer.get('before_error')!r}.",
                 rank,
             )
-        elif not is_same(answer.get("left"), [0, 0]):
-            early = is_same(item_of(answer.get("left"), 0), 0)
-            yield Finding(
-                f"a loop broke off after {'0' if early else '3'} batches, and the loading thread "
-                "is still there: it waits for room in the queue that nobody will make."
-                + (" (Start it at the first batch, not before.)" if early else ""),
-                rank,
-            )
+        else:
+            for number, kind in enumerate(BREAKS):
+                if not is_same(item_of(answer.get("left"), number), 0):
+                    yield Finding(
+                        f"{kind}, and the loading thread is still there: it waits for room in the "
+                        "queue that nobody will make."
+                        + " (Start it at the first batch, not before.)"
+                        * (kind == BREAKS[-1]),
+                        rank,
+                    )
+                    break
 
 
 # --- loader_settings -----------------------------------------------------------------------------

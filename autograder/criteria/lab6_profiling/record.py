@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autograder.criteria.common.answers import as_number, returned
+from autograder.criteria.common.answers import as_number, item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import KINDS, Span, active_seconds, draw_name, is_same
 
@@ -25,55 +25,73 @@ from autograder.criteria.lab6_profiling.spans import KINDS, Span, active_seconds
 
 
 def draw_record(draw: Draw) -> list[Values]:
-    """The numbers of warm-up and profiled steps, and a label that only this rank knows."""
+    """The numbers of warm-up and profiled steps of two runs, and a label that only this rank knows.
+
+    The second run has no warm-up.
+    """
     rng = draw.shared()
-    settings = {"warmup": int(rng.integers(1, 4)), "num_steps": int(rng.integers(2, 5))}
+    runs = [
+        {"warmup": warmup, "num_steps": int(rng.integers(2, 5))}
+        for warmup in (int(rng.integers(1, 4)), 0)
+    ]
     return [
-        settings | {"label": f"part_{int(draw.private(rank).integers(1 << 40)):x}"}
+        {"runs": runs, "label": f"part_{int(draw.private(rank).integers(1 << 40)):x}"}
         for rank in range(draw.world_size)
     ]
 
 
 def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Values:
-    """The number of step() calls, the events that the judge needs, and the files left behind."""
-    calls = [0]
-    weight = torch.randn(16, 16, device=context.device)
-
-    def step() -> None:
-        with torch.profiler.record_function(f"{inputs['label']}/{calls[0]}"):
-            total = (weight @ weight).sum()
-            dist.all_reduce(total)
-        calls[0] += 1
-
+    """Per run the calls of step() and what the judge needs of the events; files left behind."""
     before = set(Path.cwd().iterdir())
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
-        events = profile_steps(step, warmup=inputs["warmup"], num_steps=inputs["num_steps"])
+        runs = [_record(profile_steps, run, inputs["label"], context) for run in inputs["runs"]]
         temporary = list(Path(folder).iterdir())
     left = set(Path.cwd().iterdir()) - before
     for _ in range(20):  # a different rank may still use its file in this folder
         left = {path for path in left if path.exists()}
         if left:
             time.sleep(0.05)
+    return {"runs": runs, "left": sorted(path.name for path in [*left, *temporary])[:3]}
+
+
+def _record(profile_steps: Any, run: Values, label: str, context: Context) -> Values:
+    """One run: how often step() was called, some of the events, and how many marks there are."""
+    calls = [0]
+    weight = torch.randn(16, 16, device=context.device)
+
+    def step() -> None:
+        with torch.profiler.record_function(f"{label}/{calls[0]}"):
+            total = (weight @ weight).sum()
+            dist.all_reduce(total)
+        calls[0] += 1
+
     kept, marks = [], 0
+    events = profile_steps(step, warmup=run["warmup"], num_steps=run["num_steps"])
     for event in returned(events, "profile_steps"):
         marks += event.get("ph") != "X"
         name, category = str(event.get("name")), str(event.get("cat"))
-        wanted = name == "step" or name.startswith(inputs["label"]) or name == "aten::mm"
+        wanted = name == "step" or name.startswith(label) or name == "aten::mm"
         if event.get("ph") == "X" and category in ("user_annotation", "cpu_op") and wanted:
             kept.append([name, float(event["ts"]), float(event["dur"])])
-    names = sorted(path.name for path in [*left, *temporary])
-    return {"calls": calls[0], "events": kept[:200], "left": names[:3], "marks": marks}
+    return {"calls": calls[0], "events": kept[:200], "marks": marks}
 
 
 def judge_record(case: Case) -> Iterator[Finding]:
     """Each profiled step lies inside its own "step" event; no warm-up step is in the trace."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        if problem := _record_problem(inputs, answer):
-            yield Finding(problem, rank)
+        if not is_same(answer.get("left"), []):
+            yield Finding(f"files are left behind: {answer.get('left')}.", rank)
+            continue
+        for number, run in enumerate(inputs["runs"]):
+            got = item_of(answer.get("runs"), number)
+            problem = _record_problem(run, inputs["label"], got if isinstance(got, dict) else {})
+            if problem:
+                yield Finding(f"warmup={run['warmup']}: {problem}", rank)
+                break
 
 
-def _record_problem(inputs: Values, answer: Values) -> str | None:
-    warmup, num_steps, label = inputs["warmup"], inputs["num_steps"], inputs["label"]
+def _record_problem(run: Values, label: str, answer: Values) -> str | None:
+    warmup, num_steps = run["warmup"], run["num_steps"]
     events: list[tuple[str, float, float]] = []
     came = answer.get("events")
     for event in came if isinstance(came, list) else []:
@@ -83,11 +101,9 @@ def _record_problem(inputs: Values, answer: Values) -> str | None:
                 events.append((event[0], start, start + length))
     if not is_same(answer.get("calls"), warmup + num_steps):
         return (
-            f"warmup={warmup}, num_steps={num_steps}: step() was called {answer.get('calls')!r} "
-            f"times, expected {warmup + num_steps}."
+            f"num_steps={num_steps}: step() was called {answer.get('calls')!r} times, expected "
+            f"{warmup + num_steps}."
         )
-    if answer.get("left") != []:
-        return f"files are left behind: {answer.get('left')}."
     seen = {name for name, _, _ in events if name.startswith(label)}
     if too_early := [n for n in range(warmup) if f"{label}/{n}" in seen]:
         return f"{len(too_early)} warm-up steps are in the trace: start the profiler after them."
@@ -127,17 +143,22 @@ def draw_gpu(draw: Draw) -> list[Values]:
 
 
 def _draw_events(
-    draw: Draw, make: Callable[[_Recorder, np.random.Generator], None]
+    draw: Draw, make: Callable[[_Recorder, np.random.Generator, int], None]
 ) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         rng, traces = draw.private(rank), []
-        for _ in range(2):
-            record = _Recorder(rng, float(rng.integers(1 << 30)) + 0.375)  # no whole microsecond
+        begin = float(rng.integers(1 << 30)) + 0.375  # no whole microsecond
+        for number in range(2):
+            # The second trace begins earlier, so that operators of it lie where the first one
+            # has a loader: each trace is read for itself.
+            record = _Recorder(rng, begin - 1000 * number)
             record.noise()
-            make(record, rng)
+            make(record, rng, number)
             traces.append([record.events[i] for i in rng.permutation(len(record.events))])
-        inputs.append({"rank": rank + 3, "traces": traces})
+        on_cpu = make is _cpu_events
+        of_rank = 0 if on_cpu and rank == 1 else rank + 3  # never this rank's own number
+        inputs.append({"rank": of_rank, "traces": traces, "kept": on_cpu})
     return inputs
 
 
@@ -185,7 +206,7 @@ class _Recorder:
             self.add(prefix + draw_name(self.rng), category, tid, a, b)
 
 
-def _cpu_events(record: _Recorder, rng: np.random.Generator) -> None:
+def _cpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> None:
     for begin in (0, 500):
         a = begin + float(rng.integers(1, 100))
         b = a + float(rng.integers(200, 350))
@@ -195,7 +216,8 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator) -> None:
         record.add("aten::empty", "cpu_op", 1, a, a + 10)  # begins or ends with the loader
         record.add("aten::cat", "cpu_op", 1, b - 20, b)
         record.add("aten::" + draw_name(rng), "cpu_op", 2, a + 50, a + 90)  # on a different thread
-    record.each("aten::", "cpu_op", 1, 1000, 3000, 5)
+    record.add("aten::" + draw_name(rng), "cpu_op", 1, 1110, 1190)
+    record.each("aten::", "cpu_op", 1, 1200, 3000, 5)
     record.each("aten::", "cpu_op", 2, 1500, 3500, 3)
     record.each("gloo:", "user_annotation", 9, 2000, 4000, 4)
     record.each("c10d::", "cpu_op", 1, 4000, 5000, 2)
@@ -211,10 +233,11 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator) -> None:
     record.each("aten::c10d::", "cpu_op", 1, 8000, 8500, 2)
 
 
-def _gpu_events(record: _Recorder, rng: np.random.Generator) -> None:
-    record.each("kernel_", "kernel", 7, 0, 3000, 6)
+def _gpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> None:
     record.each("ncclDevKernel_", "kernel", 13, 1000, 4000, 4)
-    record.each("copy_for_nccl_", "kernel", 7, 3000, 3500, 2)
+    if number == 0:  # the other trace has no kernel that computes, and is one of a GPU all the same
+        record.each("kernel_", "kernel", 7, 0, 3000, 6)
+        record.each("copy_for_nccl_", "kernel", 7, 3000, 3500, 2)
     record.each("Memcpy HtoD ", "gpu_memcpy", 9, 3000, 5000, 3)
     record.each("Memset ", "gpu_memset", 7, 5000, 5500, 2)
     record.each("aten::", "cpu_op", 1, 5500, 7000, 5)  # only launch kernels
@@ -260,15 +283,25 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
     """The spans that the function makes of each list of events."""
     answer: Values = {}
     for number, events in enumerate(inputs["traces"]):
+        before = _read(events)
         spans = [
             Span(int(s.rank), str(s.kind), str(s.name), float(s.start), float(s.end))
             for s in returned(to_spans(events, inputs["rank"]), "to_spans")
         ]
+        if inputs["kept"] and _read(events) != before:
+            raise ValueError(
+                "to_spans has changed the events that it was given: step_windows reads them, too"
+            )
         answer[f"{number}/kinds"] = [s.kind for s in spans]
         answer[f"{number}/names"] = [s.name[:200] for s in spans]
         answer[f"{number}/ranks"] = sorted({s.rank for s in spans})
         answer[f"{number}/times"] = np.array([[s.start, s.end] for s in spans], dtype=np.float64)
     return answer
+
+
+def _read(events: list[Values]) -> list[str]:
+    """What others read of the events, in no order."""
+    return sorted(repr([e.get(k) for k in ("ph", "cat", "name", "ts", "dur")]) for e in events)
 
 
 def judge_spans(case: Case) -> Iterator[Finding]:

@@ -157,7 +157,7 @@ class DriftingMachine:
 
 
 def draw_overhead(draw: Draw) -> list[Values]:
-    """The slowest rank may differ with and without communication; the machine drifts.
+    """The slowest rank with communication is not the slowest one without; the machine drifts.
 
     The number of rounds is even: the median is between the two in the middle.
     """
@@ -169,17 +169,19 @@ def draw_overhead(draw: Draw) -> list[Values]:
     noise[int(rng.integers(1, rounds))] *= 5  # far from the median, so that a mean is wrong
     noise[0] = 0.9  # the smallest share, unless what the device still does counts for it
     faster = rng.uniform(0.3, 0.39, rounds)  # without communication it happens to be slower
+    slow_alone, slow_with = rng.permutation(max(2, world_size)).tolist()[:2]
     inputs = []
     for rank in range(world_size):
         own = draw.private(rank)
-        without = float(own.uniform(0.02, 0.03))
+        without = float(own.uniform(0.02, 0.03)) + 0.01 * (rank == slow_alone)
+        more = float(own.uniform(0.005, 0.01)) + 0.03 * (rank == slow_with)
         inputs.append(
             {
                 "rounds": rounds,
                 "speed": speed,
                 "noises": [noise.tolist(), faster.tolist()],
                 "without_s": without,
-                "with_s": without + float(own.uniform(0.005, 0.02)),
+                "with_s": without + more,
             }
         )
     return inputs

@@ -54,7 +54,10 @@ def _draw(draw: Draw, make: Callable[..., tuple[list[Span], float, float]]) -> l
         rng, values = draw.private(rank), Values(windows=[])
         for number in range(CASES):
             spans, start, end = make(rng, number)
-            spans = [Span(rank, s.kind, s.name, s.start, s.end) for s in spans]
+            # One trace has gaps of microseconds, as between the kernels of a GPU: they count, too.
+            unit = 1e-4 if number == 3 else 1.0
+            start, end = start * unit, end * unit
+            spans = [Span(rank, s.kind, s.name, s.start * unit, s.end * unit) for s in spans]
             values["windows"].append([start, end])
             values |= pack(_shuffled(rng, spans), str(number))
         inputs.append(values)
@@ -124,6 +127,10 @@ def draw_breakdown(draw: Draw) -> list[Values]:
             spans.append(Span(0, kind, draw_name(rng), 1.1 * end, 1.2 * end))
         if number == 0:  # some kinds do not occur at all, and their parts are 0
             spans = [s for s in spans if s.kind in ("compute", "loader")]
+        if number == 2:  # nothing happens at all
+            spans = []
+        if number == CASES - 1:  # nothing happens at both ends of the window, nor beyond them
+            spans = [s for s in spans if s.start > 0 and s.end < end]
         shift = float(rng.uniform(0, 50))
         return _moved(spans, shift), shift, shift + end
 

@@ -7,7 +7,8 @@ loses: nothing
 
 # %% replaces="task1_profile"
 def profile_steps(step, warmup, num_steps):
-    plan = torch.profiler.schedule(wait=max(0, warmup - 1), warmup=min(1, warmup), active=num_steps)
+    wait, warm = max(0, warmup - 1), min(1, warmup)
+    plan = torch.profiler.schedule(wait=wait, warmup=warm, active=num_steps, repeat=1)
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "t.json")
         with profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(file)) as prof:
