@@ -1411,8 +1411,8 @@ plot_bars(
 
 # %% [markdown]
 # If the numbers in brackets lie far apart, your machine was busy: close what you can and run it
-# again. Lecture 11 makes a report of such a measurement. Two ranks on one core, or a network so
-# small that C is large, are no faster than one.
+# again. Lecture 11 makes a report of such a measurement. Two ranks on one core (two hardware
+# threads of a core are one), or a network so small that C is large, are no faster than one.
 #
 # ## Now you
 #
