@@ -25,7 +25,7 @@
 #
 # It takes about 80 minutes. The kernel is *torchrun × 2*: cells run on two ranks, and those that
 # begin with `%%rank 0` on one. Times of the real ranks depend on your machine, so nothing is
-# claimed about them but what holds everywhere. What is exact comes from the emulated cluster. Eight
+# claimed about them but what holds everywhere. What is exact comes from the emulated cluster. Nine
 # times the lecture asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]

@@ -57,6 +57,8 @@ def test_what_a_recipe_cannot_say_is_an_error_that_names_it(recipe):
         config = replace(CONFIG, precision="fp64" if "fp64" in message else "fp32", **change)
         with pytest.raises(ValueError, match=message):
             recipe(config, 4)
+    with pytest.raises(ValueError, match="num_experts 4: its layers are dense"):
+        recipe(replace(CONFIG, num_experts=4), 4)
     only = {
         deepspeed_config: {
             "tp 2: its layers": {"tp": 2},

@@ -61,6 +61,10 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     }.items():
         if getattr(config, name) > 1:
             raise ValueError(f"DeepSpeed recipe: {name} {getattr(config, name)}: {why}")
+    if config.num_experts:
+        raise ValueError(
+            f"DeepSpeed recipe: num_experts {config.num_experts}: its layers are dense"
+        )
     if config.precision == "fp64":
         raise ValueError("DeepSpeed recipe: precision fp64: it has fp32, bf16 and fp16")
     if config.pp > 1 and config.tied:

@@ -172,6 +172,8 @@ def _check(config: TrainConfig, world_size: int) -> None:
         raise ValueError(
             f"Megatron recipe: zero {config.zero}: its distributed optimizer is ZeRO-1; use 0 or 1"
         )
+    if config.num_experts:
+        raise ValueError(f"Megatron recipe: num_experts {config.num_experts}: its layers are dense")
     if config.precision == "fp64":
         raise ValueError("Megatron recipe: precision fp64: it has fp32, bf16 and fp16")
 
