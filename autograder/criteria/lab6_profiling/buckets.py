@@ -218,7 +218,7 @@ def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> 
             "sizes": list(case["sizes"]),
             "backward_s": list(case["backward_s"]),
         }
-        found = predict_step(**lists, forward_s=case["forward_s"], all_reduce_s=all_reduce_of(case))
+        found = predict_step(*lists.values(), case["forward_s"], all_reduce_of(case))
         seconds.append(described_scalar(found))
         for name, value in lists.items():
             _unchanged("predict_step", name, value, case[name])
