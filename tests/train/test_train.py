@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from interrupted_training import interrupted, whole_and_in_two_parts
 
 from minidist.checkpoint import CheckpointError
 from minidist.data import make_tokens
@@ -141,37 +141,6 @@ def test_half_precision_follows_single():
             assert losses != pytest.approx(full, rel=1e-6)  # it was half precision
 
 
-def interrupted(config, at):
-    """Train; rank 1 gets SIGTERM after step `at`. Returns losses, of all ranks the same."""
-    dist.init_process_group("gloo")
-
-    def on_step(record):
-        if record["step"] == at and dist.get_rank() == min(1, dist.get_world_size() - 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    losses = train(config, on_step=on_step)
-    dist.barrier()
-    dist.destroy_process_group()
-    return losses
-
-
-def interrupted_in_one_world(configs):
-    """For each: a whole run, one that ends after step 5, and one that goes on from there."""
-    dist.init_process_group("gloo")
-    results = []
-    for config in configs:
-        whole = train(replace(config, out=None))
-
-        def on_step(record):
-            if record["step"] == 5 and dist.get_rank() == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        results.append((whole, train(config, on_step=on_step), train(config)))
-    dist.barrier()
-    dist.destroy_process_group()
-    return results
-
-
 def test_a_run_that_was_told_to_end_goes_on_bit_for_bit(tmp_path):
     """Dropout, AdamW, order of samples over an epoch's end: all of it goes on."""
     layouts = [
@@ -181,7 +150,7 @@ def test_a_run_that_was_told_to_end_goes_on_bit_for_bit(tmp_path):
     ]
     base = replace(CONFIG, dropout=0.2, save_every=100)
     configs = [replace(base, **layout, out=str(tmp_path / str(layout))) for layout in layouts]
-    for results in run(interrupted_in_one_world, 4, configs, deadline_s=120):
+    for results in run(whole_and_in_two_parts, 4, configs, 5, 2, deadline_s=120):
         for config, (whole, first, rest) in zip(configs, results, strict=True):
             assert len(first) == 5, config
             assert first + rest == whole, config
@@ -190,13 +159,13 @@ def test_a_run_that_was_told_to_end_goes_on_bit_for_bit(tmp_path):
 def test_and_so_it_does_in_new_processes(tmp_path):
     """With the loss scale; the records are those of one run."""
     config = replace(CONFIG, dropout=0.2, tp=2, zero=1, precision="fp16", save_every=100)
-    whole = run(interrupted, 4, config, -1)
+    whole = run(interrupted, 4, config, -1, 1)
     config = replace(config, out=str(tmp_path))
-    first = run(interrupted, 4, config, 5)
+    first = run(interrupted, 4, config, 5, 1)
     # What a run wrote that died later, in the midst of a line.
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "loss": 0.0}\n{"step": 7')
-    rest = run(interrupted, 4, config, -1)
+    rest = run(interrupted, 4, config, -1, 1)
     assert [len(losses) for losses in first] == [5] * 4
     assert [a + b for a, b in zip(first, rest, strict=True)] == whole
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -218,7 +187,7 @@ def test_a_run_goes_on_with_other_layouts(tmp_path):
         (10, 3, {"tp": 3, "zero": 1}),
     ]:
         part = replace(config, **layout)
-        every = run(interrupted, world_size, part, end if end < 10 else -1)
+        every = run(interrupted, world_size, part, end if end < 10 else -1, min(1, world_size - 1))
         assert all(each == every[0] for each in every)
         losses += every[0]
     expected, _ = one_process(config)

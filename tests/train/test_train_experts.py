@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from interrupted_training import interrupted, whole_and_in_two_parts
 from torch.testing import assert_close
 
 from minidist.checkpoint import CheckpointError
@@ -51,15 +50,6 @@ CONFIG = TrainConfig(
     quiet=True,
     save_every=100,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The oracle's many small products are far slower on several threads of a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------- one process
@@ -288,37 +278,6 @@ def test_half_precision_follows_single():
 # ------------------------------------------------------------------------------------ checkpoints
 
 
-def interrupted(config, at):
-    """Train; the last rank gets SIGTERM after step `at`."""
-    dist.init_process_group("gloo")
-
-    def on_step(record):
-        if record["step"] == at and dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    losses = train(config, on_step=on_step)
-    dist.barrier()
-    dist.destroy_process_group()
-    return losses
-
-
-def whole_and_in_two_parts(configs):
-    """For each: a whole run, and one that ends after step 2 and goes on."""
-    dist.init_process_group("gloo")
-    results = []
-    for config in configs:
-        whole = train(replace(config, out=None))
-
-        def on_step(record):
-            if record["step"] == 2 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        results.append((whole, train(config, on_step=on_step), train(config)))
-    dist.barrier()
-    dist.destroy_process_group()
-    return results
-
-
 def test_a_run_that_was_told_to_end_goes_on_bit_for_bit(tmp_path):
     layouts = [
         {"ep": 2, "precision": "bf16", "capacity_factor": 1.0},
@@ -328,7 +287,7 @@ def test_a_run_that_was_told_to_end_goes_on_bit_for_bit(tmp_path):
         replace(CONFIG, dropout=0.2, **layout, out=str(tmp_path / str(i)))
         for i, layout in enumerate(layouts)
     ]
-    for results in run(whole_and_in_two_parts, 4, configs, deadline_s=120):
+    for results in run(whole_and_in_two_parts, 4, configs, 2, 1, deadline_s=120):
         for config, (whole, first, rest) in zip(configs, results, strict=True):
             assert len(first) == 2, config
             assert first + rest == whole, config
@@ -346,7 +305,8 @@ def test_a_run_goes_on_with_another_ep(tmp_path):
         (5, 2, {"zero": 1}),
         (6, 2, {"ep": 2}),
     ]:
-        every = run(interrupted, world_size, replace(config, **layout), end if end < 6 else -1)
+        part, step = replace(config, **layout), end if end < 6 else -1
+        every = run(interrupted, world_size, part, step, world_size - 1)
         assert all(each == every[0] for each in every)
         losses += every[0]
     expected, state = one_process(config, together=1)

@@ -132,10 +132,8 @@ def judge_measure(case: Case) -> Iterator[Finding]:
             hint = "" if not isinstance(got, np.ndarray) else _reason(got, right, given)
             where = f"warmup={given['warmup']}, repeats={given['repeats']}"
             what = f"{where}: [latency_s, bandwidth_bytes_per_s]"
-            calls, count = (
-                item_of(told(answer, "calls"), number),
-                given["warmup"] + given["repeats"],
-            )
+            calls = item_of(told(answer, "calls"), number)
+            count = given["warmup"] + given["repeats"]
             if calls != [count] * len(SIZES):
                 why = f"expected {count} calls of exchange for each size, got {calls}."
                 yield Finding(f"{where}: {why}", rank)
