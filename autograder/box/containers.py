@@ -120,7 +120,8 @@ class ContainerMounts:
             parts = Path(place).relative_to(folder).parts
             if parts and parts[-1] == "__pycache__":
                 parts = parts[:-1]
-            return [n for n in names if (*parts, n.partition(".")[0]) in hidden]
+            # Another process writes NAME.pyc.NUMBER, and renames it while this one copies.
+            return [n for n in names if (*parts, n.partition(".")[0]) in hidden or ".pyc." in n]
 
         shutil.copytree(folder, copy, ignore=left_out)
         self.bind(folder, copy)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from course import copy_package
 
 import autograder
 import minidist
@@ -300,7 +301,7 @@ def test_packages_as_installed_in_site_packages_or_below_tmp(
     prefix = run_dir / "venv"
     site = prefix / "lib/python3/site-packages"
     for package in ("minidist", "autograder"):
-        shutil.copytree(Path(sys.modules[package].__file__ or "").parent, site / package)
+        copy_package(Path(sys.modules[package].__file__ or "").parent, site / package)
     (site / "torchlike.py").write_text("")
     other = run_dir / "sockets"
     other.mkdir()
@@ -564,11 +565,11 @@ def test_as_an_ordinary_user(program: str, uid: str):
         os.chmod(folder, 0o755)
         subprocess.run([python, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
         site = next(Path(folder).glob("venv/lib/python3*/site-packages"))
-        shutil.copytree(source[1].parent, site / "minidist")
+        copy_package(source[1].parent, site / "minidist")
         (site / "autograder/criteria").mkdir(parents=True)
         for package in ("autograder", "autograder/criteria"):
             (site / package / "__init__.py").write_text("")
-        shutil.copytree(source[0].parent, site / "autograder/box")
+        copy_package(source[0].parent, site / "autograder/box")
         shutil.copy(limits.__file__, site / "autograder/criteria")
         code = """
 import pathlib, subprocess, sys, tempfile

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from course import copy_package
 from source import imports_of
 
 import autograder
@@ -23,7 +23,7 @@ def house(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     """A copy of the grader and of minidist, which may be edited."""
     for package in (autograder, minidist):
         source = Path(package.__file__).parent
-        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("*.pyc"))
+        copy_package(source, tmp_path / source.name)
     monkeypatch.setattr(version, "__file__", str(tmp_path / "autograder/records/version.py"))
     monkeypatch.setattr(minidist, "__file__", str(tmp_path / "minidist/__init__.py"))
     grader_version.cache_clear()

@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LAB = "lab1_ddp"
 
 
+def copy_package(package: Path, to: Path) -> None:
+    """Copies sources alone: other tests write and rename compiled files beside them."""
+    shutil.copytree(package, to, ignore=shutil.ignore_patterns("__pycache__"))
+
+
 @dataclass(frozen=True)
 class TestCourse:
     """A folder with the released labs and nbgrader's settings."""
