@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import nbgrader.api
 from course import LAB, ROOT
 
 from autograder.course.course import Course
@@ -22,6 +24,9 @@ from autograder.submission.attempt import grade
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import read_submission
+
+# nbgrader starts a process for each new gradebook to ask which version its tables have.
+nbgrader.api.get_alembic_version = functools.cache(nbgrader.api.get_alembic_version)
 
 
 def make_course(root: Path, lab: str = LAB) -> Course:
