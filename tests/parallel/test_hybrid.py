@@ -19,7 +19,7 @@ from minidist.model import GPT, GPTConfig, lm_loss
 from minidist.parallel.hybrid import HybridTrainer, boxes_of_range
 from minidist.precision import GradScaler
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 MAX_NORM = 0.5  # the first steps are clipped
 ADAMW: Any = {"lr": 1e-2, "weight_decay": 0.1}
 # 13 tokens and 6 heads: a vocabulary that divides by nothing, heads for 2 and 3 ranks.

@@ -39,7 +39,7 @@ from minidist.parallel.data import (
     wrap_ddp,
 )
 
-STEPS = 10
+STEPS = 6  # two more than the period of what is unused
 WIDTH = 6
 
 
@@ -245,9 +245,9 @@ def train_all():
     return results
 
 
-@cache
-def trained(world_size):
-    return run(train_all, world_size, deadline_s=240)
+@pytest.fixture(scope="module")
+def trained():
+    return cache(lambda world_size: run(train_all, world_size, deadline_s=240))
 
 
 def assert_same(got, expected, what):
@@ -270,7 +270,7 @@ def assert_same(got, expected, what):
 @pytest.mark.parametrize(
     ("name", "world_size"), [(name, num) for num, names in NAMES.items() for name in names]
 )
-def test_gradients_and_ten_steps_equal_one_process(name, world_size):
+def test_gradients_and_steps_equal_one_process(name, world_size, trained):
     case = CASES[name]
     grads, parameters = oracle(case, world_size)
     if case.mixed:  # float32 parts differ in the order of sums, and AdamW carries that on
@@ -595,21 +595,21 @@ def behaviours():
     return results
 
 
-@cache
+@pytest.fixture(scope="module")
 def behaved():
     return run(behaviours, 3, deadline_s=120)
 
 
-def test_outputs_may_have_any_type_and_a_rank_may_use_no_parameter():
-    for results in behaved():
+def test_outputs_may_have_any_type_and_a_rank_may_use_no_parameter(behaved):
+    for results in behaved:
         assert results["outputs_of_any_type"] == 6
         assert results["a_rank_without_any_used_parameter"]
         assert results["checkpointing_frozen_later_and_more"]
 
 
-def test_buckets_start_while_backward_runs_in_the_order_of_the_gradients():
+def test_buckets_start_while_backward_runs_in_the_order_of_the_gradients(behaved):
     sizes = [7 * 8, 6 * 7, 5 * 6, 4 * 5]  # as gradients come: last layer first
-    for results in behaved():
+    for results in behaved:
         (first, second, local), bucket_bytes = results["overlap_and_order"]
         # Step 1 guesses the reverse of the registration, which is wrong here: nothing overlaps.
         assert [e for e in first if e[0] == "launch"] == [("launch", s) for s in sizes[::-1]]
@@ -622,8 +622,8 @@ def test_buckets_start_while_backward_runs_in_the_order_of_the_gradients():
         assert bucket_bytes == [4 * s for s in sizes]
 
 
-def test_buffers():
-    results = [each["buffers_come_from_rank_0"] for each in behaved()]
+def test_buffers(behaved):
+    results = [each["buffers_come_from_rank_0"] for each in behaved]
     seen_0, _ = results[0]
     for rank, (seen, after) in enumerate(results):
         for step in range(6):  # before every synchronised forward
@@ -634,8 +634,8 @@ def test_buffers():
     assert not seen_0[1].eq(seen_0[0]).all()
 
 
-def test_errors_say_what_and_on_which_rank():
-    for rank, each in enumerate(behaved()):
+def test_errors_say_what_and_on_which_rank(behaved):
+    for rank, each in enumerate(behaved):
         texts = each["errors_are_raised_on_every_rank"]
         assert len(texts) == 8
         assert texts[0] == (
@@ -650,9 +650,9 @@ def test_errors_say_what_and_on_which_rank():
         assert "dense" in texts[7]
 
 
-def test_other_ways_to_reduce():
+def test_other_ways_to_reduce(behaved):
     expected, _ = oracle_step(3, 2)
-    for rank, each in enumerate(behaved()):
+    for rank, each in enumerate(behaved):
         for way, grads in each["other_ways_to_reduce"].items():
             assert_same(grads, expected, f"rank {rank}, {way}")
 

@@ -115,7 +115,7 @@ def oracle(name):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_ten_steps_equal_one_process(world_size):
+def test_steps_equal_one_process(world_size):
     results = run(train_all, world_size, deadline_s=200)
     for stage, name in results[0]:
         compare([rank[stage, name] for rank in results], oracle(name))

@@ -155,10 +155,10 @@ def train(
     skip_sync: bool = False,
     groups: bool = False,
     add_group: bool = False,
-    steps: int = 10,
+    steps: int = 6,  # a group is added after three
     start: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Ten steps; the losses, norms, parameters and optimiser state at the end."""
+    """Some steps; the losses, norms, parameters and optimiser state at the end."""
     net: Any = build(model, **(config or {}))
     if start is not None:
         net.load_state_dict(start["values"])
