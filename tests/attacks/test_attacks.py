@@ -34,9 +34,9 @@ FIRST = {ATTACKS[title].group: title for title in reversed(RUN)}
 needs_box = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def attacked(tmp_path_factory):
-    """A course for attacks, of each pytest process its own; last comes a right submission."""
+    """A course for attacks; last comes a right submission."""
     before = find_leftovers()
     course = AttackCourse.make(tmp_path_factory.mktemp("attacks") / "course")
     yield course
