@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import traceback
@@ -14,10 +15,11 @@ from rich.console import Console
 from autograder.batch.grade_class import Runner, default_jobs, grade_class
 from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
 from autograder.cli.next_steps import next_steps
-from autograder.course.course import Course
+from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab
 from autograder.files import write_whole
 from autograder.gradebook import fill, not_graded
+from autograder.gradebook.database import points_by_person
 from autograder.gradebook.late import Late, late_students
 from autograder.gradebook.settled import find_settled
 from autograder.plain_text import clean, first_line, say
@@ -103,12 +105,17 @@ class GradeCommand:
         before = {} if example else not_graded.read(self.course, self.lab.name)
         left_out = {name: why for name, why in before.items() if name not in scored}
         left_out |= {folder.name: why for folder, why in self.left_out.items()}
+        by_person: dict[str, dict[str, str]] = {}
+        if not self.options.no_gradebook:
+            with contextlib.suppress(CourseError):  # nbgrader has failed, which was told
+                by_person = points_by_person(self.course)
         report = LabReport(
             lab=self.lab.name,
             records=shown,
             similar=similar.rows(self.pairs),
             suspicious=suspicious.rows(self.evidence),
             left_out=left_out,
+            by_person=by_person,
             is_example=example,
         )
         self.files += write_pages(self.course, self.regrading.history, report)

@@ -206,6 +206,22 @@ def read_grades(book: Gradebook, lab: str) -> list[Grade]:
     return grades
 
 
+def points_by_person(course: Course) -> dict[str, dict[str, str]]:
+    """Lab -> student -> the points that a person gave for answers, or "to give"."""
+    if not gradebook_path(course).is_file():
+        return {}
+    with open_gradebook(course) as book:
+        return {
+            lab: {
+                str(each.student_id): "to give"
+                if each.needs_manual_grade
+                else f"{each.written_score:g}"
+                for each in book.assignment_submissions(lab)
+            }
+            for lab in graded_labs(book)
+        }
+
+
 def _cells(submission: Any) -> Iterator[Cell]:
     for notebook in submission.notebooks:
         comments = {str(c.name): str(c.comment or "") for c in notebook.comments}

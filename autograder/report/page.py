@@ -38,6 +38,7 @@ class Part:
         left_out: student or folder of the class without a grade -> why.
         link: the lab's own page, if that says more.
         feedback: student -> link to the feedback page.
+        by_person: student -> points of a person, which come on top of the score.
     """
 
     records: Sequence[Record]
@@ -46,6 +47,7 @@ class Part:
     left_out: Mapping[str, str] = field(default_factory=dict)
     link: str = ""
     feedback: Mapping[str, str] = field(default_factory=dict)
+    by_person: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -96,7 +98,7 @@ def _part(part: Part, first: int) -> list[str]:
         _most_missed(records),
         _slowest(records),
         "</div>",
-        _matrix(records, first),
+        _matrix(part, first),
         _left_out(part.left_out),
         _suspicious(part.suspicious),
         _similar(part.similar),
@@ -124,7 +126,7 @@ def _overview(parts: Sequence[Part]) -> str:
         for name, of in sorted(scores.items())
     )
     return (
-        "<section><h2>All labs</h2><div class=scroll><table class=findings><thead><tr>"
+        f"<section><h2>All labs</h2>{_SCROLLS}<table class=findings><thead><tr>"
         f"<th scope=col>student</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
         "</section>"
     )
@@ -183,12 +185,16 @@ def _bars(
     return f"<section class=card><h2>{title}</h2><table class=bars>{head}{body}</table></section>"
 
 
-def _matrix(records: Sequence[Record], first: int) -> str:
+def _matrix(part: Part, first: int) -> str:
+    records, by_person = part.records, part.by_person
     names = criteria_of(records)
-    head = "".join(f"<th scope=col class=turned><span>{_esc(name)}</span></th>" for name in names)
+    head = "<th scope=col class=num>by hand</th>" if by_person else ""
+    head += "".join(f"<th scope=col class=turned><span>{_esc(name)}</span></th>" for name in names)
     rows = []
     for number, record in enumerate(records, first):
-        cells = "".join(_mark_cell(record, name) for name in names)
+        given = "" if why_ungraded(record) else by_person.get(record.student, "")
+        cells = f"<td class=num>{_esc(given)}</td>" if by_person else ""
+        cells += "".join(_mark_cell(record, name) for name in names)
         flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
         rows.append(
             f"<tr><th scope=row><a class=name href=#s{number}>{_esc(record.student)}</a>{flag}"
@@ -201,12 +207,14 @@ def _matrix(records: Sequence[Record], first: int) -> str:
         for status, mark in MARKS.items()
         if status in used
     )
+    note = "by hand: points for answers, given in formgrader, on top of the score"
     return (
-        "<section><h2>Every student, every criterion</h2><div class=scroll><table class=matrix>"
+        f"<section><h2>Every student, every criterion</h2>{_SCROLLS}<table class=matrix>"
         "<caption class=unseen>Status of every criterion per student</caption>"
         f"<thead><tr><th scope=col>student</th><th scope=col class=num>score</th>{head}"
         f"<th scope=col class=num>seconds</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
-        f"</div><ul class=legend>{legend}</ul></section>"
+        f"</div><ul class=legend>{legend}</ul>{f'<p class=sub>{note}</p>' if by_person else ''}"
+        "</section>"
     )
 
 
@@ -252,7 +260,7 @@ def _listed(title: str, note: str, heads: Sequence[str], rows: Sequence[Sequence
         cells = (f"<td{k}>{_esc(text)}</td>" for text, k in zip(texts, kinds, strict=True))
         body += f"<tr><th scope=row>{_esc(first)}</th>{''.join(cells)}</tr>"
     return (
-        f"<section><h2>{title}</h2><p class=sub>{note}</p><div class=scroll><table class=findings>"
+        f"<section><h2>{title}</h2><p class=sub>{note}</p>{_SCROLLS}<table class=findings>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
@@ -330,6 +338,7 @@ def _points(criterion: Verdict) -> str:
     return f"{points} of {criterion.max_points:g}{extra}"
 
 
+_SCROLLS = "<div class=scroll tabindex=0>"  # for the keyboard, too
 _PAGE = """<!doctype html>
 <html lang=en>
 <head>

@@ -31,6 +31,7 @@ class LabReport:
         records: the records of this grading.
         similar, suspicious: rows of `similar.rows` and `suspicious.rows`.
         left_out: student or folder without a grade -> why.
+        by_person: lab -> student -> points of a person, of every lab.
     """
 
     lab: str
@@ -38,6 +39,7 @@ class LabReport:
     similar: Sequence[Sequence[str]] = ()
     suspicious: Sequence[Sequence[str]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    by_person: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     is_example: bool = False
 
 
@@ -56,6 +58,7 @@ def write_pages(course: Course, history: Sequence[Grading], report: LabReport) -
         report.suspicious,
         report.left_out,
         feedback=_feedback_of(course, report.records, pages),
+        by_person=report.by_person.get(report.lab, {}),
     )
     write_page([part], page)
     write_csv(report.records, table)
@@ -67,7 +70,14 @@ def write_pages(course: Course, history: Sequence[Grading], report: LabReport) -
     own = class_of(course, history, report.lab)
     if report.is_example and (own or others):
         return [page, table]
-    parts = [Part(_sorted(records), link=f"reports/{lab}.html") for lab, records in others.items()]
+    parts = [
+        Part(
+            _sorted(records),
+            link=f"reports/{lab}.html",
+            by_person=report.by_person.get(lab, {}),
+        )
+        for lab, records in others.items()
+    ]
     part = replace(part, feedback=_feedback_of(course, report.records, course.build))
     write_page([part, *parts], course.build / "report.html")
     everything = [*report.records, *(record for each in parts for record in each.records)]

@@ -333,7 +333,7 @@ class _Run:
                 # A failed start ends the box, so the next start gets a new box.
                 reply = await self._start()
             if reply.get("status") != "ok":
-                raise InfrastructureError(f"no fresh ranks: {reply}")
+                raise InfrastructureError(f"new ranks could not be started: {reply.get('evalue')}")
             for position, past in enumerate(self.session.worked):
                 if not past.source.strip():
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -100,6 +101,9 @@ def test_a_class_gets_its_grades_and_its_feedback(tmp_path, monkeypatch, capsys)
     assert "Model answer" not in feedback(course, "ada")
     assert feedback(course, "ada").count(">not answered<") == 2
     report = (course.build / "report.html").read_text("utf-8")
+    assert re.findall(r"</td><td class=num>(to give|0|)</td><td title", report) == [
+        *("to give", "", "0", "0")  # ada, bad, bob, kim
+    ]
     assert f'href="nbgrader/feedback/ada/{LAB}/{LAB}.html"' in report
     # Nobody else on the machine reads any of it.
     assert stat.S_IMODE(course.build.stat().st_mode) == 0o700
