@@ -148,8 +148,18 @@ def test_interrupt_keeps_variables_and_lets_ranks_talk_again(kernel: Kernel) -> 
         result = kernel.run(code)
         assert result.reply["status"] == "error"
         assert result.kind == "error", result.reply
+        said = "\n".join(result.reply["traceback"])
+        assert f"line 1: {code}" in said
+        assert "site-packages" not in said
+        assert ("in recv (" in said) == ("recv" in code)
         kernel.ok("assert kept == 5\nif not dist.is_initialized(): dist.init_process_group()")
         assert kernel.ok(ALL_REDUCE).text().startswith("3.0\n")
+
+
+def test_what_torchs_profiler_writes_of_itself_is_left_out(kernel: Kernel) -> None:
+    result = kernel.ok("from torch.profiler import profile\nwith profile(): print('profiled')")
+    assert result.text() == "profiled\n[rank 1: same output]\n"
+    assert not result.text("stderr").strip()
 
 
 def test_groups_can_be_made_again_and_again(kernel: Kernel) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from minidist.kernel.cell import Cell
+from minidist.kernel.outputs import label
 from minidist.kernel.ranks import Ranks
 from minidist.kernel.watch import places_of, states_of
 
@@ -34,8 +35,7 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
             if all(reporting) and now - start < REPORT_WITHIN_S:
                 kill_at = now + 1.0
                 continue
-            who = ", ".join(map(str, cell.unfinished))
-            text = f"rank {who} did not react to the interrupt within {KILL_AFTER_S:.0f} s"
+            text = f"{label(cell.unfinished)} did not react to the interrupt within {KILL_AFTER_S:.0f} s"
             states = states_of(places_of(cell, ranks.count, {}))
             for state in states:
                 if state["rank"] in cell.unfinished:

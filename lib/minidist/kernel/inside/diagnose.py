@@ -134,15 +134,28 @@ def _stack(thread: threading.Thread) -> list[FrameType]:
 
 def is_reporting(thread: threading.Thread) -> bool:
     """Whether the cell has ended with an exception whose traceback is being written."""
-    return any(frame.f_code.co_name == "showtraceback" for frame in _stack(thread))
+    shows = ("showtraceback", "show_interrupt")
+    return any(frame.f_code.co_name in shows for frame in _stack(thread))
+
+
+def call_of(frame: FrameType) -> str:
+    """The collective whose function this frame is, such as "all_reduce (float32 [3])", or ""."""
+    if not _is_collective(frame):
+        return ""
+    dtype, shape = _tensor_text(frame)
+    return f"{frame.f_code.co_name} ({dtype} {shape})" if dtype else frame.f_code.co_name
+
+
+def _is_collective(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_filename.endswith("distributed_c10d.py") and code.co_name in COLLECTIVES
 
 
 def _waits_in(frames: list[FrameType], pending: list[dict[str, Any]], asleep: bool) -> dict:
     """The collective that the thread waits in, or an empty dict. `frames`: innermost first."""
     for frame in frames:
-        code = frame.f_code
-        if code.co_filename.endswith("distributed_c10d.py") and code.co_name in COLLECTIVES:
-            op = code.co_name
+        if _is_collective(frame):
+            op = frame.f_code.co_name
             if op == "_store_based_barrier":
                 op = "init_process_group"
             dtype, shape = _tensor_text(frame)

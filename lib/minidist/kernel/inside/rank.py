@@ -25,7 +25,7 @@ from traitlets.config import Config
 from minidist.kernel.inside import recover, rendezvous
 from minidist.kernel.inside.companion import Companion
 from minidist.kernel.inside.diagnose import collectives_started
-from minidist.kernel.inside.loader_errors import explain_dead_workers
+from minidist.kernel.inside.errors import explain_errors
 from minidist.kernel.inside.stream import BoundedStream
 from minidist.kernel.link import Link, socket_name
 from minidist.processes.calls import at_terminate, recorder
@@ -185,7 +185,7 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     app.session.signature_scheme = config["signature_scheme"]
     app.initialize([])
     app.shell.ask_exit = _refuse_exit
-    explain_dead_workers(app.shell)
+    explain_errors(app.shell)
     app.log.setLevel(logging.WARNING)  # lower levels are shown nowhere, but writing them takes time
     return app
 

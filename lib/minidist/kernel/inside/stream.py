@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import threading
 import zlib
 from collections.abc import Generator
@@ -24,6 +25,8 @@ from minidist.kernel.text import Screen, fold, settle
 MAX_SHOWN_CHARS = MAX_TEXT - 16 * 1024
 TAIL_CHARS = 2000
 MAX_FILE_BYTES = 256 * 1024 * 1024
+# What torch's profiler writes at its start and its end, on every rank.
+_PROFILER = re.compile(r"^USDT:[^\n]*\] profiler_(?:start|stop)\n?", re.M)
 # Files kept per stream; older files are removed, so that a notebook cannot fill a disk.
 MAX_FILES = 4
 # After this many changes between stdout and stderr in a cell, a change no longer sends the text of
@@ -43,6 +46,7 @@ class BoundedStream(OutStream):
     _sending: ClassVar[Any] = threading.RLock()  # one stream at a time
     _last: ClassVar[BoundedStream | None] = None  # the one printed to last
     _changes: ClassVar[int] = 0
+    _cut_line = False  # whether a line was dropped whose end has not come yet
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._files: collections.deque[str] = collections.deque()
@@ -64,9 +68,21 @@ class BoundedStream(OutStream):
         self._total = self._checksum = self._in_file = 0
         self._tail = ""
 
+    def _without_profiler(self, text: str) -> str:
+        if self._cut_line:  # whose end comes by itself
+            text, self._cut_line = text.removeprefix("\n"), False
+        if "USDT:" not in text:
+            return text
+        kept = _PROFILER.sub("", text)
+        self._cut_line = kept != text and not text.endswith("\n")
+        return kept
+
     def write(self, string: str) -> int | None:
         if not isinstance(string, str):
             return super().write(string)  # raises the fitting error
+        size, string = len(string), self._without_profiler(string)
+        if size and not string:
+            return size
         self._take_turn()
         with self._bound_lock:
             if self._screen is None:

@@ -1,11 +1,15 @@
-"""A worker process of a DataLoader that died: the headline, without torch's own frames."""
+"""Errors whose traceback would be torch's own frames: a dead loader's worker, and an interrupt."""
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
+
+from minidist.kernel.inside.diagnose import call_of
 
 _DIED = re.compile(r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed|exited)")
 _LOADER = "torch/utils/data/dataloader.py"
@@ -15,9 +19,9 @@ _WHY = (
 )
 
 
-def explain_dead_workers(shell: Any) -> None:
-    """Makes IPython's shell show such an error as what it is."""
-    shell.set_custom_exc((RuntimeError, ConnectionError, EOFError), _show)
+def explain_errors(shell: Any) -> None:
+    """Makes IPython's shell show such errors as what they are."""
+    shell.set_custom_exc((RuntimeError, ConnectionError, EOFError, KeyboardInterrupt), _show)
 
 
 def _show(
@@ -31,6 +35,9 @@ def _show(
     while frames is not None:
         chain.append(frames)
         frames = frames.tb_next
+    if isinstance(error, KeyboardInterrupt):
+        show_interrupt(shell, error, chain)
+        return
     files = [entry.tb_frame.f_code.co_filename for entry in chain]
     in_loader = not isinstance(error, RuntimeError) and any(_LOADER in name for name in files)
     if not in_loader and not _DIED.search(str(error)):
@@ -50,3 +57,20 @@ def _show(
         shell.showtraceback((kind, error, chain[0]), tb_offset=tb_offset)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def show_interrupt(shell: Any, error: KeyboardInterrupt, chain: list[TracebackType]) -> None:
+    """Shows where the cells' code stood, a line per call, and which collective it was in."""
+    lines = []
+    for entry in chain:
+        name = entry.tb_frame.f_code.co_filename
+        if cell := shell.compile.format_code_name(name):
+            source = linecache.getline(name, entry.tb_lineno).strip()
+            lines.append(f"{' '.join(cell)}, line {entry.tb_lineno}: {source}")
+    frames = [entry.tb_frame for entry in chain]
+    if error.__context__ is not None:  # what raised when this rank was cut off from its peers
+        frames += [frame for frame, _ in walk_tb(error.__context__.__traceback__)]
+    collective = next(filter(None, map(call_of, frames)), "")
+    error.args = (f"in {collective}" if collective else "the cell was interrupted",)
+    head = f"\x1b[31mKeyboardInterrupt\x1b[0m: {error}"
+    shell._showtraceback(KeyboardInterrupt, error, [head, *lines])
