@@ -35,7 +35,8 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
             if all(reporting) and now - start < REPORT_WITHIN_S:
                 kill_at = now + 1.0
                 continue
-            text = f"{label(cell.unfinished)} did not react to the interrupt within {KILL_AFTER_S:.0f} s"
+            who = label(cell.unfinished)
+            text = f"{who} did not react to the interrupt within {KILL_AFTER_S:.0f} s"
             states = states_of(places_of(cell, ranks.count, {}))
             for state in states:
                 if state["rank"] in cell.unfinished:
