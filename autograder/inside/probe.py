@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import types
@@ -43,8 +44,13 @@ class CheckFailed(AssertionError):
     """A check did not pass; the message says what was expected and what the code returned."""
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this instead of a traceback through the grader's code."""
-        return [str(self)]
+        """IPython shows this instead of a traceback through the grader's code.
+
+        `nbgrader validate` cuts longer lines off. Indented ones are of code, and stay.
+        """
+        lines = str(self).split("\n")
+        wrap = functools.partial(textwrap.wrap, width=82, break_long_words=False)
+        return ["\n".join("\n".join(wrap(x)) if x[:1] > " " else x for x in lines)]
 
 
 @dataclass

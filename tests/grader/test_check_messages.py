@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from autograder.inside.probe import NOT_IN_STUDENTS_LINES, _of_student, describe_error
+from autograder.inside.probe import NOT_IN_STUDENTS_LINES, CheckFailed, _of_student, describe_error
 
 STUDENTS = """
 def outer(call):
@@ -60,3 +60,13 @@ def test_what_the_check_misses_is_enough(student):
         raise TypeError(f"expected a number, got {got}")
 
     assert describe_error(error_of(check)) == "TypeError: expected a number, got None"
+
+
+def test_a_long_message_is_whole_where_lines_are_cut_off():
+    """nbgrader's Validator shows 83 characters of a line."""
+    words = " ".join(f"word{n}" for n in range(60))
+    code = "    x = " + "y" * 120
+    [shown] = CheckFailed(f"title\n{words}\n\n{code}")._render_traceback_()
+    first, *wrapped, blank, last = shown.split("\n")
+    assert (first, " ".join(wrapped), blank, last) == ("title", words, "", code)
+    assert max(map(len, wrapped)) <= 82
