@@ -20,8 +20,8 @@ Example::
 
 `model.parameters()` are always 1-D pieces of the original parameters: the same objects, with the
 same names and in the same order. An optimiser must treat all elements alike (SGD, Adam and similar
-optimisers; others are refused at their first step). All ranks must run the same units in the same
-order.
+optimisers; others are refused at their first step, and work in a WholeOptimizer). All ranks must
+run the same units in the same order.
 
 ZeRO (P_os+g+p): arXiv 1910.02054; units and prefetch as in PyTorch FSDP: arXiv 2304.11277.
 Memory of mixed-precision Adam: 16/N bytes per parameter, plus the whole root and two whole units.
