@@ -189,7 +189,7 @@ class _Route:
 
     def to_owners(self, line: Tensor, pieces: list[Tensor]) -> None:
         """Fill `line` with what all ranks hold of the parameters that this rank owns."""
-        sent = torch.cat([pieces[i].detach() for i in self.order]).to(line.device)
+        sent = torch.cat([pieces[i].detach().flatten() for i in self.order]).to(line.device)
         received = line.new_empty(sum(self.owned))
         dist.all_to_all_single(received, sent, self.owned, self.held, group=self.group)
         sizes = [where.stop - where.start for where in self.where]
@@ -203,4 +203,4 @@ class _Route:
         dist.all_to_all_single(received, sent, self.held, self.owned, group=self.group)
         targets = [pieces[i].detach() for i in self.order]
         for target, part in zip(targets, received.split([t.numel() for t in targets]), strict=True):
-            target.copy_(part)
+            target.copy_(part.view(target.shape))
