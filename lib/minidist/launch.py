@@ -179,11 +179,13 @@ def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
             text += f"\nkilled while still running: {_names(late)}"
         raise LaunchError(text, rank=first.rank)
     if late:
+        gone = [each.rank for each in ranks if each.done]
         told = ask({each.process.pid: each.process.pipe.fileno() for each in unfinished})
         stood = [(each.rank, told.get(each.process.pid)) for each in unfinished]
         raise LaunchDeadlineError(
             f"run(): {_names(late)} had not finished after {deadline_s:g} s "
             f"(of {len(ranks)} ranks); all were killed"
+            + (f"; {_names(gone)} had returned, so nothing that waits for it ends" if gone else "")
             + "".join(f"\nrank {rank} stood {where}" for rank, where in stood if where),
             rank=late[0] if len(late) == 1 else None,
         )

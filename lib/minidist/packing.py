@@ -30,9 +30,10 @@ from torch import Tensor
 from minidist.unsupported import Unsupported
 
 PACKED = Unsupported(
-    "ParallelGPT, ContextParallelGPT",
+    "ContextParallelGPT, ParallelAttention, stages of a pipeline",
     "packed sequences (documents_BT)",
-    instead="use minidist.model.GPT with BucketedDDP or Zero3, or pad one document per row",
+    instead="use minidist.model.GPT with BucketedDDP or Zero3, or parallelize_gpt; or pad one "
+    "document per row",
 )
 
 

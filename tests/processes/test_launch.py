@@ -130,6 +130,7 @@ def test_the_deadline_says_where_ranks_stood():
         run(wait_for_nobody, 3, deadline_s=10)
     lines = str(caught.value).splitlines()
     assert "ranks 1, 2 had not finished after 10 s (of 3 ranks)" in lines[0]
+    assert lines[0].endswith("killed; rank 0 had returned, so nothing that waits for it ends")
     [where] = lines[1:]  # rank 1 does not answer
     begin, _, code = where.partition(": ")
     line = wait_for_nobody.__code__.co_firstlineno + 6

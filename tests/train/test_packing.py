@@ -9,8 +9,11 @@ import torch.distributed as dist
 from minidist.launch import run
 from minidist.model import GPT, GPTConfig, lm_loss
 from minidist.packing import document_mask, document_positions, documents_of, pack
-from minidist.parallel.context import context_parallel_gpt
-from minidist.parallel.tensor import parallelize_gpt
+from minidist.parallel.context import context_parallel_gpt, make_attention
+from minidist.parallel.data import BucketedDDP
+from minidist.parallel.pipeline import split_model
+from minidist.parallel.recompute import recompute
+from minidist.parallel.tensor import full_state_dict, parallelize_gpt
 from minidist.parallel.zero import Zero3
 
 CONFIG = GPTConfig(vocab_size=13, context=8, width=8, num_layers=2, num_heads=2)
@@ -85,11 +88,58 @@ def sharded() -> float:
     loss_alone(alone, own[0] + own[1]).backward()
     torch.optim.SGD(alone.parameters(), lr=1.0).step()
     got = zero.full_state_dict()
-    for split in (parallelize_gpt(make(), dist.group.WORLD), context_parallel_gpt(make(), None)):
-        with pytest.raises(ValueError, match=r"packed sequences .*; use minidist\.model\.GPT with"):
-            split(tokens, documents_BT=ids)
+    refused = rf"on rank {rank} of 2 \(packed sequences .*; use minidist\.model\.GPT with"
+    cp, cp_of_tp = context_parallel_gpt(make(), None), parallelize_gpt(make())
+    cp_of_tp.blocks[0].attention.attend = make_attention(None)
+    tokens, targets, ids = pack(own[0], 8)  # ranks of tensor parallelism read the same
+    for call in (cp, cp.loss, cp_of_tp, cp_of_tp.loss, split_model(make(), 2)[0]):
+        more = [targets] if "loss" in repr(call) and "bound" in repr(call) else []
+        with pytest.raises(ValueError, match=refused):
+            call(tokens, *more, documents_BT=ids)
     return max((got[k] - v).abs().max().item() for k, v in alone.state_dict().items())
 
 
 def test_packed_rows_train_sharded_and_are_refused_where_they_would_be_ignored() -> None:
     assert max(run(sharded, 2)) < 1e-12
+
+
+def split_by_tensor_parallelism(sequence_parallel: bool) -> float:
+    dist.init_process_group("gloo")
+    alone = make()
+    tokens, targets, ids = pack(DOCUMENTS, 8)
+    model = parallelize_gpt(make(), sequence_parallel=sequence_parallel)
+    for block in model.blocks:
+        recompute(block)
+    with pytest.raises(ValueError, match="sequences of 9 tokens"):
+        model(torch.zeros(2, 9, dtype=torch.int64))
+    loss, wanted = model.loss(tokens, targets, documents_BT=ids), loss_alone(alone, DOCUMENTS)
+    loss.backward()
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    torch.optim.SGD(alone.parameters(), lr=1.0).step()
+    got = full_state_dict(model)
+    return max((got[k] - v).abs().max().item() for k, v in alone.state_dict().items())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_packed_rows_under_tensor_parallelism(sequence_parallel: bool) -> None:
+    assert max(run(split_by_tensor_parallelism, 2, sequence_parallel)) < 1e-12
+
+
+def replicated() -> float:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    alone, model = make(), make()
+    for block in model.blocks:
+        recompute(block)
+    own = [[[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 10]]]
+    tokens, targets, ids = pack(own[rank], 8)
+    lm_loss(BucketedDDP(model)(tokens, documents_BT=ids), targets).backward()
+    loss_alone(alone, own[0] + own[1]).backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+
+
+def test_packed_rows_under_data_parallelism_and_recomputation() -> None:
+    assert max(run(replicated, 2)) < 1e-12

@@ -21,11 +21,29 @@ from minidist.errors import named_rank
 
 # Not an attribute of the tensor: a group cannot be pickled.
 _groups: Any = WeakTensorKeyDictionary()
+_whole: Any = WeakTensorKeyDictionary()
 
 
 def note_shard_group(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Note that the other ranks of `group` hold the other elements of a cut parameter."""
     _groups[tensor] = group
+
+
+def note_whole(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Note that every rank of `group` holds this parameter beside others that are cut."""
+    _whole[tensor] = group
+
+
+def copy_note(tensor: Tensor, master: Tensor) -> None:
+    """What was noted of a parameter holds for its master copy, too."""
+    for notes in (_groups, _whole):
+        if tensor in notes:
+            notes[master] = notes[tensor]
+
+
+def counts_here(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a norm over the group counts this tensor on this rank: a whole one counts once."""
+    return tensor not in _whole or dist.get_rank(group) == 0
 
 
 def shard_group(tensors: Iterable[Tensor]) -> dist.ProcessGroup | None:
@@ -45,7 +63,8 @@ def clip_by_global_norm(
 ) -> Tensor:
     """Scale `.grad` of the shards so that the norm over all ranks is at most `max_norm`.
 
-    Collective. Every element must be in the shard of exactly one rank.
+    Collective. Every element must be in the shard of exactly one rank, unless it was noted as whole
+    on every rank: then it counts once.
 
     Args:
         shards: the tensors that this rank owns; tensors without a gradient are left out.
@@ -61,13 +80,14 @@ def clip_by_global_norm(
         )
     shards = list(shards)
     gradients = [shard.grad for shard in shards if shard.grad is not None]
+    counted = [s.grad for s in shards if s.grad is not None and counts_here(s, group)]
     # A rank without a gradient must take part too, with the same device type and dtype.
     device = shards[0].device if shards else torch.device("cpu")
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     infinite = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for alike in by_dtype_and_device(g for g in gradients if g.numel()):
+    for alike in by_dtype_and_device(g for g in counted if g.numel()):
         exact = alike[0].dtype if alike[0].dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=exact)).to(total)
         total = torch.maximum(total, norms.max()) if infinite else total + (norms**norm_type).sum()

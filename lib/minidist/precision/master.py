@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.errors import named_rank
-from minidist.precision.clip import clip_by_global_norm, note_shard_group, shard_group
+from minidist.precision.clip import clip_by_global_norm, copy_note, shard_group
 
 
 class MasterWeights:
@@ -70,8 +70,7 @@ class MasterWeights:
             )
         self.masters = [p.detach().float().clone().requires_grad_() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if (group := shard_group([parameter])) is not None:
-                note_shard_group(master, group)
+            copy_note(parameter, master)
         self.optimizer = make_optimizer(self.masters)
         if hasattr(self.optimizer, "master_dtype"):
             raise ValueError(

@@ -140,9 +140,11 @@ class ContextParallelGPT(nn.Module):
         own_T = positions(num_tokens, rank, size, self.layout, tokens_BT.device)
         return self.token_embedding(tokens_BT) + self.position_embedding(own_T)
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Mean cross-entropy over the tokens of all ranks; targets of -100 are left out."""
-        logits_BTV = self(tokens_BT)
+        logits_BTV = self(tokens_BT, documents_BT)
         total = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
         return mean_over_ranks(total, (targets_BT != -100).sum(), self.group)
 

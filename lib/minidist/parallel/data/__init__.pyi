@@ -2,7 +2,7 @@ from .bucketed import BucketedDDP
 from .buckets import FlatBucket
 from .clipping import clip_grad_norm, clip_grad_norm_native
 from .flat import average_gradients_flat
-from .join import join
+from .join import in_step, join
 from .legacy import DataParallel, Traffic
 from .naive import average_gradients
 from .native import DDPOptions, train_uneven, wrap_ddp
@@ -25,6 +25,7 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_norm_native",
     "convert_sync_batch_norm",
+    "in_step",
     "join",
     "train_uneven",
     "wrap_ddp",

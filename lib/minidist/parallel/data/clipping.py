@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from minidist.device import by_dtype_and_device
 from minidist.errors import MinidistError, named_rank
+from minidist.precision.clip import counts_here
 
 
 @torch.no_grad()
@@ -45,7 +46,8 @@ def clip_grad_norm(
         parameters: parameters without a gradient are left out.
         norm_type: 2 is usual; math.inf takes the largest absolute value.
         shard_group: None if every rank holds all gradients (DDP). Otherwise the ranks of this group
-            hold disjoint parts (a rank may hold none), and the call is collective.
+            hold disjoint parts (a rank may hold none), except for what Zero3 keeps whole, and the
+            call is collective.
         error_if_nonfinite: raise, on all ranks, instead of scaling by nan or 0.
 
     Returns:
@@ -61,8 +63,10 @@ def clip_grad_norm(
             "clip_grad_norm: max_norm must be above 0 and norm_type at least 1, "
             f"{named_rank(shard_group)} got {max_norm} and {norm_type}"
         )
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = _norm(grads, norm_type, shard_group)
+    having = [(p, p.grad) for p in parameters if p.grad is not None]
+    grads = [grad for _, grad in having]
+    counted = [g for p, g in having if shard_group is None or counts_here(p, shard_group)]
+    norm = _norm(counted, norm_type, shard_group)
     if error_if_nonfinite and not torch.isfinite(norm):
         rank = dist.get_rank() if dist.is_initialized() else None
         raise MinidistError(f"clip_grad_norm: the gradients' norm is {norm.item()}", rank=rank)

@@ -104,8 +104,9 @@ class HybridStage(GPTStage):
         self.cp = (mesh.coordinate("cp"), mesh.size("cp"))
         self.compute_dtype = compute_dtype
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """tokens_BT or x_BTD -> x_BTD or logits_BTV."""
+        self.refuse_packed(documents_BT)
         # Autocast here and not around the step, because backward must run outside of autocast.
         with torch.autocast(x.device.type, self.compute_dtype, self.compute_dtype is not None):
             if self.is_first:

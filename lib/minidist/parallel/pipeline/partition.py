@@ -22,6 +22,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from minidist.errors import named_rank
+from minidist.packing import PACKED
 from minidist.parallel.pipeline.ties import tie_weights
 from minidist.replaced import check_parts
 
@@ -138,13 +140,19 @@ class GPTStage(nn.Module):
             self.head = gpt.head
         tie_weights(model, self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """tokens_BT or x_BTD -> x_BTD or logits_BTV."""
+        self.refuse_packed(documents_BT)
         if self.is_first:
             x = self._embed(self, x)
         for block in self.blocks.values():
             x = block(x)
         return self.head(self.norm(x)) if self.is_last else x
+
+    @staticmethod
+    def refuse_packed(documents_BT: Tensor | None) -> None:
+        if documents_BT is not None:
+            raise PACKED.error(f"got documents_BT on {named_rank()}", where="GPTStage")
 
 
 def _slice(model: nn.Module, part: range) -> nn.Module:

@@ -27,6 +27,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minidist.errors import named_rank
+from minidist.packing import PACKED
 from minidist.parallel.tensor.config import TensorParallel
 from minidist.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -70,12 +72,23 @@ class ParallelAttention(nn.Module):
         self.out = RowParallelLinear(full.out, tp)
         self.dropout = ParallelDropout.of(full.dropout, tp)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        """`mask_B1TT`: which token (row) sees which (column); None means all earlier ones."""
         projected = column_parallel(x_BTD, [self.query, self.key, self.value], self.tp)
         query_BHTK, key_BHTK, value_BHTK = (
             y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in projected
         )
-        y_BHTK = self.attend(query_BHTK, key_BHTK, value_BHTK)
+        if mask_B1TT is None:
+            y_BHTK = self.attend(query_BHTK, key_BHTK, value_BHTK)
+        elif self.attend is causal_attention:
+            y_BHTK = F.scaled_dot_product_attention(
+                query_BHTK, key_BHTK, value_BHTK, attn_mask=mask_B1TT
+            )
+        else:
+            raise PACKED.error(
+                f"the attention was replaced and takes no mask on {named_rank()}",
+                where="ParallelAttention",
+            )
         return self.dropout(self.out(y_BHTK.transpose(1, 2).flatten(2)))
 
 
@@ -117,8 +130,8 @@ class ParallelBlock(nn.Module):
         self.norm2 = ParallelLayerNorm(full.norm2, tp)
         self.mlp = ParallelMLP(full.mlp, tp)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
+    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.norm1(x_BTD), mask_B1TT)
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minidist.errors import MismatchError, named_rank
+from minidist.errors import MismatchError
 from minidist.mesh import Mesh
-from minidist.packing import PACKED
+from minidist.packing import document_mask, document_positions
 from minidist.parallel.tensor.block import ParallelBlock
 from minidist.parallel.tensor.config import RngTracker, TensorParallel, split_evenly
 from minidist.parallel.tensor.layers import ParallelLayerNorm, replicated
@@ -117,20 +117,24 @@ class ParallelGPT(nn.Module):
 
         Args:
             tokens_BT: int64, the same on all ranks of the group.
-            positions_T: position of each token in its sequence; None counts from 0.
+            positions_T: position of each token in its sequence, (T,) or (B, T); None counts from 0.
+            documents_BT: the document of each token, if rows hold several (`minidist.packing`);
+                the same on all ranks of the group.
 
         Raises:
             ValueError: too many tokens, or T does not divide under sequence parallelism.
             MismatchError: tokens or random stream of a rank differ from rank 0 of the group.
         """
+        mask = {}
         if documents_BT is not None:
-            raise PACKED.error(f"got documents_BT on {named_rank()}", where="ParallelGPT")
+            positions_T = document_positions(documents_BT)
+            mask = {"mask_B1TT": document_mask(documents_BT)}
         if not self._inputs_checked:
             self._check_same_inputs(tokens_BT)
             self._inputs_checked = True
         x_BTD = self.embed(tokens_BT, positions_T)
         for block in self.blocks:
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, **mask)
         return self.head(self.norm(x_BTD))
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
@@ -149,16 +153,20 @@ class ParallelGPT(nn.Module):
         if self.tp.sequence_parallel:
             what = "ParallelGPT: tokens of a sequence (sequence parallelism)"
             split_evenly(what, num_tokens, self.tp.size, dist.get_rank())
-            positions_T = scatter_to(positions_T, 0, self.tp.group)
+            positions_T = scatter_to(positions_T, positions_T.dim() - 1, self.tp.group)
         weight = replicated(self.position_embedding.weight, self.tp)
         return self.token_embedding(tokens_BT) + F.embedding(positions_T, weight)
 
     def loss(
-        self, tokens_BT: Tensor, targets_BT: Tensor, positions_T: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        positions_T: Tensor | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Mean cross-entropy per token, the same on all ranks. Targets of -100 are left out."""
         return vocab_parallel_cross_entropy(
-            self(tokens_BT, positions_T),
+            self(tokens_BT, positions_T, documents_BT),
             targets_BT,
             group=self.tp.group,
             vocab_size=self.config.vocab_size,

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minidist.parallel.zero.flat import FlatShard
+from minidist.parallel.zero.partition import Piece
+from minidist.parallel.zero.stage1 import ShardedOptimizer
 from minidist.parallel.zero.state import (
     Cut,
     cut_optimizer_state,
@@ -56,6 +58,18 @@ class StateDicts:
         flat, index = self._homes[piece]  # pyright: ignore[reportArgumentType]
         at = flat.cuts[index]
         return Cut(number, flat.shapes[index], at.begin, at.end)
+
+    def cuts_of(self, piece: Tensor) -> list[Cut] | None:
+        """What each rank of the group holds of a parameter; None if it is none of this model."""
+        if piece not in self._homes:
+            return None
+        flat, index = self._homes[piece]  # pyright: ignore[reportArgumentType]
+        shape = flat.shapes[index]
+        found = [
+            next((each for each in row if each.index == index), Piece(index, 0, 0, 0))
+            for row in flat.layout.rows
+        ]
+        return [Cut(index, shape, each.begin, each.end) for each in found]
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -145,6 +159,8 @@ class StateDicts:
 
     def sharded_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """This rank's part of the optimiser's state, on the CPU, without communication."""
+        if isinstance(optimizer, ShardedOptimizer):  # WholeOptimizer: its parts are parameters
+            return optimizer.state_dict()
         part = pack_optimizer_state(
             optimizer.param_groups, optimizer.state, self._optimizer_cuts(optimizer)
         )
@@ -161,10 +177,13 @@ class StateDicts:
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         """Load a full state dict (the same on all ranks), or this rank's own part."""
-        cuts = self._optimizer_cuts(optimizer)
-        cut_optimizer_state(
-            state_dict, optimizer, optimizer.param_groups, cuts, self.rank, self.world_size
-        )
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.load_state_dict(state_dict)
+        else:
+            cuts = self._optimizer_cuts(optimizer)
+            cut_optimizer_state(
+                state_dict, optimizer, optimizer.param_groups, cuts, self.rank, self.world_size
+            )
 
     def _optimizer_cuts(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Cut]:
         pieces = [piece for group in optimizer.param_groups for piece in group["params"]]

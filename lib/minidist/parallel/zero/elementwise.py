@@ -33,7 +33,8 @@ from minidist.unsupported import Unsupported
 WHOLE = Unsupported(
     "Zero2Optimizer, Zero3",
     "optimisers that look at whole parameters (Muon, LAMB, LARS, Adafactor)",
-    instead="ShardedOptimizer keeps each parameter whole on one rank",
+    instead="give Zero3's pieces to WholeOptimizer, and use ShardedOptimizer in place of "
+    "Zero2Optimizer: in both, one rank has each parameter whole",
 )
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

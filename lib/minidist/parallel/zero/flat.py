@@ -5,6 +5,9 @@
     params       w -> view of full    b -> view of full                   what the layers use
     pieces       w -> view of shard   b -> view of shard                  what the optimiser updates
 
+A line may also be whole on every rank (norms, by choice). `full` is then the shard itself, nothing
+is gathered, and every rank's row of gradients is the whole line.
+
 All-gather writes directly into `full`. The parameters are views of `full`, so nothing is copied
 out. Freeing `full` keeps its (empty) storage object. Autograd has saved views of this storage for
 the backward pass. When the next all-gather fills the same storage again, these views show the
@@ -25,8 +28,8 @@ from torch import Tensor, nn
 
 from minidist.errors import named_rank
 from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows
-from minidist.parallel.zero.partition import Piece, by_element
-from minidist.precision.clip import note_shard_group
+from minidist.parallel.zero.partition import Piece, by_element, everywhere
+from minidist.precision.clip import note_shard_group, note_whole
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,11 @@ class Slot:
         self.module.__dict__.pop(self.name, None)
 
 
-def _cut(param: nn.Parameter, data: Tensor, group: dist.ProcessGroup) -> nn.Parameter:
+def _cut(param: nn.Parameter, data: Tensor) -> nn.Parameter:
     """The parameter with `data` as its data; a new one where it had none (meta device)."""
     if param.is_meta:
         param = nn.Parameter(data, param.requires_grad)
     param.data = data
-    note_shard_group(param, group)
     return param
 
 
@@ -70,6 +72,7 @@ class FlatShard:
         policy: any object; its optional `param_dtype` is the dtype to compute in, its optional
             `reduce_dtype` is the dtype in which gradients are sent.
         offload: keep the shard, its gradient, and so the optimiser's state in CPU memory.
+        is_whole: every rank keeps the whole line, in the dtype of the parameters.
     """
 
     def __init__(
@@ -80,7 +83,10 @@ class FlatShard:
         device: torch.device,
         policy: Any = None,
         offload: bool = False,
+        is_whole: bool = False,
     ) -> None:
+        self.is_whole = is_whole
+        policy, offload = (None, False) if is_whole else (policy, offload)
         self.group = group
         self.device = device
         self.slots = slots
@@ -88,7 +94,8 @@ class FlatShard:
         dtype = params[0].dtype
         compute_dtype = getattr(policy, "param_dtype", None) or dtype
         reduce_dtype = getattr(policy, "reduce_dtype", None) or compute_dtype
-        self.layout = by_element([p.numel() for p in params], dist.get_world_size(group))
+        cut_line = everywhere if is_whole else by_element
+        self.layout = cut_line([p.numel() for p in params], dist.get_world_size(group))
         rank = dist.get_rank(group)
         size = self.layout.sizes[rank]
         self._row = slice(rank * size, (rank + 1) * size)
@@ -102,14 +109,17 @@ class FlatShard:
         own = {piece.index: piece for piece in self.layout.rows[rank]}
         self.cuts = [own.get(i, Piece(i, 0, 0, 0)) for i in range(len(params))]
         whole = [param.detach() for param in params]
-        self.pieces = [
-            _cut(param, self.shard[cut.offset : cut.offset + cut.numel], group)
-            for cut, param in zip(self.cuts, params, strict=True)
-        ]
+        self.pieces = []
+        for cut, param in zip(self.cuts, params, strict=True):
+            data = self.shard[cut.offset : cut.offset + cut.numel]
+            self.pieces.append(_cut(param, data.view(param.shape) if is_whole else data))
+            (note_whole if is_whole else note_shard_group)(self.pieces[-1], group)
 
         # The full line, and the layers' view of it. `.data` gives the views their own version
         # counter. Otherwise autograd would treat the next all-gather as a change of saved tensors.
-        self.full = torch.empty(sum(self.layout.sizes), dtype=compute_dtype, device=device)
+        self.full = self.shard
+        if not is_whole:
+            self.full = torch.empty(sum(self.layout.sizes), dtype=compute_dtype, device=device)
         line = self.full.data
         self.params = [
             nn.Parameter(line[start : start + numel].view(shape), param.requires_grad)
@@ -130,7 +140,8 @@ class FlatShard:
     def write(self, index: int, value: Tensor) -> None:
         """Copy this rank's elements of a whole parameter into the shard."""
         cut = self.cuts[index]
-        self.pieces[index].copy_(value.reshape(-1)[cut.begin : cut.end])
+        piece = self.pieces[index]
+        piece.copy_(value.reshape(-1)[cut.begin : cut.end].view(piece.shape))
 
     # -- parameters: shard -> full -> freed ----------------------------------------------------
 
@@ -140,6 +151,8 @@ class FlatShard:
         if self.is_full or self._pending is not None:
             return
         self._check_pieces()
+        if self.is_whole:
+            return
         self.full.untyped_storage().resize_(self._num_bytes)
         row = self.shard.to(self.device, self.full.dtype, non_blocking=True)
         self._pending = gather_rows(self.full, row, self.layout.sizes, self.group)
@@ -162,9 +175,9 @@ class FlatShard:
         if self.is_full:
             return
         self.gather()
-        assert self._pending is not None
-        with torch.no_grad():
-            self._pending.wait()
+        if self._pending is not None:
+            with torch.no_grad():
+                self._pending.wait()
         self._pending = None
         self.is_full = True
         for param, piece, slots in zip(self.params, self.pieces, self.slots, strict=True):
@@ -184,7 +197,8 @@ class FlatShard:
         if self._pending is not None:  # prefetched, but then not needed
             self._pending.wait()
             self._pending = None
-        self.full.untyped_storage().resize_(0)
+        if not self.is_whole:
+            self.full.untyped_storage().resize_(0)
         self.is_full = False
         for piece, slots in zip(self.pieces, self.slots, strict=True):
             for slot in slots:
@@ -200,7 +214,8 @@ class FlatShard:
         """Copy this rank's row of the full line into the shard, after a change of the full line."""
         if not self.is_full:
             raise RuntimeError("write_back: the parameters have been freed meanwhile")
-        self.shard.copy_(self.full[self._row])
+        if not self.is_whole:
+            self.shard.copy_(self.full[self._row])
 
     # -- gradients: whole -> bucket -> shard ---------------------------------------------------
 
@@ -228,5 +243,5 @@ class FlatShard:
         for piece, has_gradient in zip(self.gradients.pieces, present, strict=True):
             if has_gradient:
                 mine = self.pieces[piece.index]
-                gradient = row[piece.offset : piece.offset + piece.numel]
+                gradient = row[piece.offset : piece.offset + piece.numel].view(mine.shape)
                 mine.grad = gradient if mine.grad is None else mine.grad.add_(gradient)

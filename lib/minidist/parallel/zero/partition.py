@@ -114,6 +114,14 @@ def by_parameter(numels: Sequence[int], world_size: int, loads: list[int] | None
     return Layout(tuple(numels), tuple(map(tuple, rows)), tuple(sizes))
 
 
+def everywhere(numels: Sequence[int], world_size: int) -> Layout:
+    """Every rank has all parameters."""
+    _check(numels, world_size)
+    starts = [sum(numels[:i]) for i in range(len(numels))]
+    row = tuple(Piece(i, 0, numel, starts[i]) for i, numel in enumerate(numels))
+    return Layout(tuple(numels), (row,) * world_size, (sum(numels),) * world_size)
+
+
 def _check(numels: Sequence[int], world_size: int) -> None:
     if world_size < 1:
         raise ValueError(f"partition: world_size must be at least 1, got {world_size}")

@@ -151,7 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": listed})
         added = self.param_groups[-1]
         before = sum(len(group["params"]) for group in self.param_groups[:-1])
-        named = [(f"parameter {before + i}", p) for i, p in enumerate(added["params"])]
+        named = [(f"parameter {before + i}", self._form(p)) for i, p in enumerate(added["params"])]
         check_same_tensors(named, self.group)
         if self._averages:
             broadcast_tensors(added["params"], self.group)
@@ -173,10 +173,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
         """Cut a group's parameters into buckets, and each bucket into rows."""
         # A bucket has parameters of similar size, so its rows have similar length.
-        ordered = sorted(params, key=lambda p: -p.numel())
-        for indices in cut_into_buckets(ordered, self.bucket_bytes):
+        ordered = sorted(params, key=lambda p: -self._form(p).numel())
+        for indices in cut_into_buckets([self._form(p) for p in ordered], self.bucket_bytes):
             some = [ordered[i] for i in indices]
-            yield some, by_parameter([p.numel() for p in some], self.world_size, self._loads)
+            numels = [self._form(p).numel() for p in some]
+            yield some, by_parameter(numels, self.world_size, self._loads)
+
+    def _form(self, param: Tensor) -> Tensor:
+        """A tensor with the shape and dtype of the whole parameter."""
+        return param
 
     def _make_bucket(self, params: list[Tensor], layout: Layout) -> ShardedBucket:
         first = params[0]
@@ -410,7 +415,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for piece, mine in zip(pieces, bucket.owned, strict=True):
                 param = bucket.params[piece.index]
                 master = self._needs_master(param)
-                cuts[mine] = Cut(number[id(param)], param.shape, piece.begin, piece.end, master)
+                shape = self._form(param).shape
+                cuts[mine] = Cut(number[id(param)], shape, piece.begin, piece.end, master)
         return cuts
 
 

@@ -20,8 +20,8 @@ Example::
 
 `model.parameters()` are always 1-D pieces of the original parameters: the same objects, with the
 same names and in the same order. An optimiser must treat all elements alike (SGD, Adam and similar
-optimisers; others are refused at their first step). All ranks must run the same units in the same
-order.
+optimisers; others are refused at their first step, and work in a WholeOptimizer). All ranks must
+run the same units in the same order.
 
 ZeRO (P_os+g+p): arXiv 1910.02054; units and prefetch as in PyTorch FSDP: arXiv 2304.11277.
 Memory of mixed-precision Adam: 16/N bytes per parameter, plus the whole root and two whole units.
@@ -88,6 +88,8 @@ class Zero3(StateDicts):
         units: modules of `model` whose parameters are gathered together, e.g. its blocks; may be
             nested. All other parameters belong to the root, the model.
         group: ranks to shard over; None means all.
+        whole: modules or parameters (norms, say) that every rank keeps whole, and computes with in
+            their own dtype. They keep their shapes; their gradients are averaged.
         policy: any object with `param_dtype`, `reduce_dtype`, `output_dtype` and
             `cast_forward_inputs`, e.g. torch's MixedPrecisionPolicy. Shards, and so the optimiser,
             keep the dtype of the model.
@@ -102,9 +104,9 @@ class Zero3(StateDicts):
         init: called with the model if it is on the meta device; None means `reset_parameters`.
 
     Raises:
-        ValueError: units that are not modules of the model, parameters whose values nothing sets,
-            a negative `prefetch`, or a model without parameters or with gradients; in a forward:
-            parameters were added or converted after this call.
+        ValueError: `units` or `whole` that are not of the model, parameters whose values nothing
+            sets, a negative `prefetch`, or a model without parameters or with gradients; in a
+            forward: parameters were added or converted after this call.
         MismatchError: on every rank, if ranks hold models of different form.
         TypeError: the model is copied or pickled.
     """
@@ -115,6 +117,7 @@ class Zero3(StateDicts):
         units: Iterable[nn.Module] = (),
         group: dist.ProcessGroup | None = None,
         *,
+        whole: Iterable[nn.Module | nn.Parameter] = (),
         policy: Any = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
@@ -129,6 +132,7 @@ class Zero3(StateDicts):
         strangers = [type(unit).__name__ for unit in units if unit not in names]
         if strangers:
             raise ValueError(f"Zero3: units that are not modules of the model: {strangers}")
+        kept = _parameters_of(whole, model)
         if prefetch < 0:
             raise ValueError(f"Zero3: prefetch must not be negative, got {prefetch}")
         if not any(True for _ in model.parameters()):
@@ -152,14 +156,17 @@ class Zero3(StateDicts):
         self.units: list[Unit] = []
         assigned = assign_parameters(model, units)
         homes: dict[nn.Parameter, tuple[FlatShard, int]] = {}
+        stay = {p: params.pop(p) for params in assigned.values() for p in list(params) if p in kept}
         for module, params in assigned.items():
             unit = Unit(module, names[module], reshard_after_forward and module is not model)
             homes |= unit.shard(params, self.group, self.device, policy, offload)
+            if module is model:
+                homes |= unit.shard(stay, self.group, self.device, policy, offload, True)
             for flat in unit.flats:
                 flat.gradients.ordered = deterministic
             self.units.append(unit)
         if is_meta:
-            self._materialise(assigned, homes, init)
+            self._materialise([*assigned.values(), stay], homes, init)
         super().__init__(model, [flat for unit in self.units for flat in unit.flats], self.group)
         self._sync = True
         self._trail: list[Unit] = []  # units in the order of this forward
@@ -181,7 +188,7 @@ class Zero3(StateDicts):
     def _materialise(self, assigned: Any, homes: Any, init: Any) -> None:
         # All ranks draw the same numbers, and each keeps its own elements.
         share_random_state(self.group, self.device)
-        for params in assigned.values():
+        for params in assigned:
             for param, slots in params.items():
                 for slot in slots:
                     slot.put(param)
@@ -397,6 +404,18 @@ class Zero3(StateDicts):
         finally:
             for unit in self.units:
                 unit.free()
+
+
+def _parameters_of(
+    whole: Iterable[nn.Module | nn.Parameter], model: nn.Module
+) -> set[nn.Parameter]:
+    listed = [
+        p for each in whole for p in (each.parameters() if isinstance(each, nn.Module) else [each])
+    ]
+    foreign = len(set(listed) - set(model.parameters()))
+    if foreign:
+        raise ValueError(f"Zero3: {foreign} parameters of `whole` are not of the model")
+    return set(listed)
 
 
 def _choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -58,7 +58,9 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     shape = parts[0]["shape"]
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part["values"]):
-        having = [part for part in parts if key in part["values"]]
+        # What every rank has whole counts once.
+        own = {(part["begin"], part["end"]): part for part in parts if key in part["values"]}
+        having = list(own.values())
         if not any(key in part["cut"] for part in having):
             merged[key] = having[0]["values"][key]  # e.g. a step count: the same on all ranks
             continue

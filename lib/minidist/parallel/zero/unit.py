@@ -51,6 +51,7 @@ class Unit:
         device: torch.device,
         policy: Any,
         offload: bool,
+        is_whole: bool = False,
     ) -> dict[nn.Parameter, tuple[FlatShard, int]]:
         """Replace the module's parameters by shards; returns the new place of each parameter."""
         alike: dict[Any, list[nn.Parameter]] = {}
@@ -59,7 +60,7 @@ class Unit:
         homes = {}
         for some in alike.values():
             slots = [params[param] for param in some]
-            flat = FlatShard(some, slots, group, device, policy, offload)
+            flat = FlatShard(some, slots, group, device, policy, offload, is_whole)
             self.flats.append(flat)
             homes |= {param: (flat, index) for index, param in enumerate(some)}
         return homes
