@@ -113,7 +113,8 @@ class Explorer:
         self.png = buffer.getvalue()
         data = base64.b64encode(self.png).decode()
         alt = html.escape(self._alt, quote=True)
-        self.picture.value = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+        source = f'src="data:image/png;base64,{data}"'
+        self.picture.value = f'<img style="max-width: 100%" alt="{alt}" {source}>'
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.box.model_id}

@@ -1,4 +1,5 @@
-"""A lecture in JupyterLab: its controls are reached with Tab, move by keys, and change the figure.
+"""A lecture in JupyterLab: its controls are reached with Tab, move by keys, and change the figure,
+which no narrow window cuts off.
 
 What runs is the first part of a lecture, up to its first figure with controls, and one with every
 kind of control. In JupyterLab keys that a control does not take go to the notebook: they would
@@ -58,7 +59,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
 def test_controls_work_by_keyboard(lab: str):
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 2000})
+        page = browser.new_page(viewport={"width": 900, "height": 2000})
         page.set_default_timeout(60_000)
         page.goto(lab)
         page.wait_for_selector(".jp-Notebook .jp-Cell")
@@ -72,6 +73,7 @@ def test_controls_work_by_keyboard(lab: str):
         for box, kinds in ((boxes.nth(0), ["[role=slider]"]), (boxes.nth(1), list(KEYS))):
             picture = box.locator("img")
             assert picture.get_attribute("alt")
+            assert picture.evaluate(RIGHT_EDGE) <= box.evaluate(RIGHT_EDGE), "cut off"
             labels = box.locator("label").all_inner_texts()
             assert sum(bool(label.strip("\u200b ")) for label in labels) >= 2
             for kind in kinds:
@@ -85,6 +87,9 @@ def test_controls_work_by_keyboard(lab: str):
                     page.wait_for_timeout(50)
         assert page.evaluate(cells) == before, "a key went to the notebook"
         browser.close()
+
+
+RIGHT_EDGE = "element => element.getBoundingClientRect().right"
 
 
 def reach_by_tab(page, box, control) -> None:
