@@ -446,7 +446,7 @@ def bubble_calculator(p: int = 8, target: int = 90, v: int = 1):
     ax = figure.axes[0]
     ax.plot(few, [100 * d for d in dots], "o", color=COLOURS["communication"], label="simulated")
     ax.plot([0, needed, needed], [target, target, 0], "--", color="#6B6B6B", linewidth=1)
-    ax.legend(frameon=False, loc="lower center")
+    figure.legend(frameon=False, loc="outside upper right")
     ax.set_ylim(0, 105)
     return figure
 

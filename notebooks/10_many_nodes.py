@@ -672,7 +672,7 @@ figure = plot_lines(
 )
 dots = [simulate_lost(t, SAVE_S, BETWEEN_S) for t in few]
 figure.axes[0].plot(few / 60, [100 * d for d in dots], "o", color=PALETTE[1], label="simulated")
-figure.axes[0].legend(frameon=False)
+figure.legend(frameon=False, loc="outside upper right")
 figure
 
 # %% [markdown]
