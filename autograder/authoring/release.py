@@ -35,7 +35,10 @@ from autograder.course.course import Course, CourseError
 from autograder.course.course_toml import NAME
 from autograder.criteria import OURS, get_lab
 
-_COPIED = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py")
+_COPIED = (
+    *("pyproject.toml", "environment.yml", "versions.txt", "LICENSE", "nbgrader_config.py"),
+    *(".dockerignore", ".devcontainer/devcontainer.json"),
+)
 _TARGETS = ("help", "lab", "clean", "install")  # targets of the Makefile that students get
 _IGNORE = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints")
 _IGNORE_ANSWERS = shutil.ignore_patterns("__pycache__", "*.pyc", f"{OURS}.py")
@@ -119,7 +122,7 @@ def _write(
             )
     counts = {path.stem: _count(cells) for path, cells in lectures.items()}
     for name in _COPIED:
-        _copy(course.root / name, folder)
+        _copy(course.root / name, (folder / name).parent)
     if (course.root / NAME).is_file():
         (folder / NAME).write_text(
             _course_options((course.root / NAME).read_text("utf-8")), "utf-8"
@@ -294,7 +297,9 @@ def _readme(
         "make lab   # installs what it needs into .venv, copies labs to work/, opens JupyterLab",
         "```",
         "",
-        "You need Linux, or WSL 2 on Windows, and Python 3.11 or newer. You need no GPU.",
+        "You need Linux, or WSL 2 on Windows, and Python 3.11 or newer. You need no GPU. On macOS",
+        "or without Python, open the folder in VS Code and choose *Reopen in Container*, or see",
+        "the first lines of `autograder/box/image/Dockerfile`.",
         "",
         "| Notebook | Lab | Due |",
         "|---|---|---|",

@@ -158,6 +158,7 @@ def test_it_holds_what_students_need_and_no_more(released):
     makefile = (released.folder / "Makefile").read_text("utf-8")
     assert re.search("^lab:", makefile, re.MULTILINE)
     assert not re.search("^(test|test-.*|flake|grade|verify|bench):", makefile, re.MULTILINE)
+    subprocess.run(["make", "--dry-run", "lab"], cwd=released.folder, check=True)  # all is there
 
 
 def test_every_lecture_is_there_and_says_what_waits_for_which_lab(released):
