@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,9 @@ from torch import Tensor
 
 from minidist.device import choose_device
 from minidist.errors import MismatchError, named_rank
+
+_ROOM = 64  # numbers in a message of metrics, or a multiple
+_MAX_NUMBER = 2**16  # so that sums of squares over many ranks are exact in float64
 
 
 class WeightedMean:
@@ -108,20 +112,36 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Collective: all metrics over all ranks, in one all-reduce.
 
-    Every rank passes the same names in the same order. Without a process group, the metrics are
-    those of this process.
+    Every rank passes the same names. Without a process group, the metrics are those of this
+    process.
+
+    Raises:
+        MismatchError: on every rank, if names differ.
     """
-    parts = [part for metric in metrics.values() for part in (metric.sum, metric.count)]
-    if not parts:
-        return {}
+    names = sorted(metrics)
+    # The message has one size whatever the names, up to a multiple of _ROOM, and carries a number
+    # made of them: metrics of other names would be added to these, or never arrive.
+    number = float(zlib.crc32("\n".join(names).encode()) % _MAX_NUMBER)
+    parts = [number, number**2]
+    parts += [part for name in names for part in (metrics[name].sum, metrics[name].count)]
+    parts += [0.0] * (-len(parts) % _ROOM)
     device = _device(group)
     sums = torch.stack([torch.as_tensor(p, dtype=torch.float64, device=device) for p in parts])
     if _is_distributed():
         dist.all_reduce(sums, group=group)
-    values = sums.tolist()
+        total, squares = sums[:2].tolist()
+        if total**2 != dist.get_world_size(group) * squares:  # not all numbers are equal
+            every: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(every, names, group)
+            raise MismatchError(
+                f"reduce_metrics: the ranks of the group passed different names: {every}",
+                rank=dist.get_rank(),
+            )
+    values = sums.tolist()[2:]
+    at = {name: i for i, name in enumerate(names)}
     return {
-        name: metric.finish(values[2 * i], values[2 * i + 1])
-        for i, (name, metric) in enumerate(metrics.items())
+        name: metric.finish(values[2 * at[name]], values[2 * at[name] + 1])
+        for name, metric in metrics.items()
     }
 
 

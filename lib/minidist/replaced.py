@@ -65,6 +65,11 @@ def check_parts(who: str, full: Any, parts: Sequence[str]) -> None:
 
 def _check_additions(who: str, full: nn.Module) -> None:
     lost = [name.strip("_") for name in _HOOKS if getattr(full, name)]
+    lost += [
+        f"a hook on {name}"
+        for name, parameter in full.named_parameters(recurse=False)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
     if is_parametrized(full):
         lost.append(f"a parametrization of {', '.join(full.parametrizations)}")  # type: ignore[arg-type]
     if "forward" in vars(full):

@@ -148,9 +148,10 @@ def show(draw: Callable, width: float = 7.5, height: float = 2.8, columns: int =
 # **Write `accumulate_gradients(model, micro_batches, loss_fn)`.** One device, no ranks yet.
 #
 # - `micro_batches` is a list of `(x, y)`. `loss_fn(model(x), y)` is the mean over the samples of
-#   one.
+#   one. A sample is `x[j]`, whatever its shape.
 # - Afterwards every `p.grad` is the gradient of the mean loss over *all* samples. The gradients are
 #   clear when you are called. There is no optimizer here: do not step.
+# - Two layers may share a parameter. Another may be frozen: its `p.grad` stays `None`.
 # - Return that mean loss, as a `float`.
 # - Never hold more than two micro-batches' activations. The check runs you on an emulated device
 #   that is out of memory at two and a half.
@@ -285,7 +286,8 @@ check("accum_memory", accumulate_gradients)
 # device.
 #
 # - `batches` has a length and yields `(x, y)`, like a `DataLoader`. All batches are equally large,
-#   and there is at least one.
+#   and there is at least one. You are called once per epoch, with the same model, optimizer and
+#   scheduler. The optimizer may have several groups of parameters, and some may be frozen.
 # - Every `accumulation_steps` consecutive batches make one optimizer step with the gradient of
 #   their mean loss. Each batch goes forward and backward by itself. What is left at the end makes a
 #   step too, as the mean of the batches that are there. If nothing is left, there is no further
@@ -628,7 +630,7 @@ check("accum_ddp_time", accumulate_ddp)
 # **Write `accumulate_tokens(ddp_model, micro_batches, loss_fn)`.**
 #
 # - A micro-batch is `(tokens, targets)`; a target of `IGNORED` does not count. Each micro-batch has
-#   at least one that does. All ranks have equally many micro-batches.
+#   at least one that does. All ranks have equally many micro-batches. Their shapes may differ.
 # - `loss_fn(ddp_model(tokens), targets)` is the mean over the tokens of that micro-batch that
 #   count.
 # - Afterwards every `p.grad` is the gradient of the mean over all counted tokens of all ranks.

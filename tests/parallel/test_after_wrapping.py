@@ -14,9 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from minidist.errors import MismatchError
 from minidist.launch import run
-from minidist.parallel.data import BucketedDDP
+from minidist.parallel.data import (
+    BucketedDDP,
+    OverlappedDDP,
+    average_gradients,
+    average_gradients_flat,
+)
 from minidist.parallel.fsdp import no_sync, shard_model
+from minidist.parallel.local_sgd import LocalSGD
 from minidist.parallel.zero import ShardedOptimizer, Zero2Optimizer, Zero3
 from minidist.parallel.zero.elementwise import why_not_elementwise, why_not_per_parameter
 from minidist.precision import MasterWeights
@@ -242,6 +249,28 @@ class Joint(torch.optim.SGD):
         return super().step(closure)
 
 
+class Large(torch.optim.SGD):
+    """Looks at the norm of large matrices only, as factored second moments do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.dim() == 2 and min(p.shape) >= 128:
+                p.grad.div_(p.grad.norm())
+        return super().step(closure)
+
+
+class Convolutions(torch.optim.SGD):
+    """Centres the gradients of convolutions."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.dim() == 4:
+                p.grad.sub_(p.grad.mean((1, 2, 3), keepdim=True))
+        return super().step(closure)
+
+
 class Needy(torch.optim.SGD):
     def __init__(self, params: Any, needed: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -257,6 +286,10 @@ def test_optimizers_are_tried_and_not_looked_up():
         for make_one in (getattr(torch.optim, name), partial(getattr(torch.optim, name), lr=0.0)):
             assert why_not_elementwise(make_one) is None, name
             assert why_not_per_parameter(make_one) is None, name
+    # What looks at some shapes, or at everything that a rank has.
+    for kind in (Large, Convolutions, Joint):
+        assert "differs" in why_not_elementwise(partial(kind, lr=0.1)), kind
+    assert why_not_per_parameter(partial(Large, lr=0.1)) is None
     muon = type("Renamed", (torch.optim.Muon,), {})
     for kind in (torch.optim.Adafactor, muon, partial(torch.optim.Muon, lr=0.1), Lamb):
         assert why_not_elementwise(kind) is not None
@@ -293,7 +326,7 @@ def refused():
     net = make()
     optimizer = adam(net.parameters())
     net(x).sum().backward()
-    with pytest.raises(ValueError, match=r"zero_grad.*on rank 0: .*on rank 1: "):
+    with pytest.raises(ValueError, match=r"on rank 0: .*zero_grad.*on rank 1: .*zero_grad"):
         Zero3(net)
     optimizer.step()
     optimizer.zero_grad()
@@ -464,3 +497,88 @@ def test_bucket_bytes_means_at_most_everywhere(world_size):
             assert all(sum(bucket) <= 400 or len(bucket) == 1 for bucket in buckets)
             assert sum(map(len, buckets)) == 10
             assert any(len(bucket) > 1 for bucket in buckets)
+
+
+def wrapped_twice():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    where = rf"rank {rank} of 2"
+    # Around pieces nothing else may average, also where all pieces are of one size.
+    net = nn.Linear(4, 4, bias=False)
+    sharded = Zero3(net)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for wrap in (
+        BucketedDDP,
+        OverlappedDDP,
+        Zero3,
+        average_gradients,
+        average_gradients_flat,
+        lambda net: ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1),
+        lambda net: Zero2Optimizer(net.parameters(), torch.optim.SGD, lr=0.1),
+        lambda net: LocalSGD(net, sgd, 2),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"has cut on {where} .*; Zero3 averages gradients by"
+        ):
+            wrap(net)
+    net(torch.ones(1, 4)).sum().backward()
+    assert sharded.clip_grad_norm_(1.0) > 0
+    # Hooks on parameters, before and after; those of a DDP, too.
+    net = make()
+    net[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    late = make()
+    late[2].bias.register_post_accumulate_grad_hook(print)
+    for hooked in (net, late, BucketedDDP(make())):
+        with pytest.raises(ValueError, match=r"have hooks, which no .*; change the gradients of"):
+            Zero3(hooked)
+    net = make()
+    Zero3(net, [net[0]])
+    net(data(rank, 0)).sum().backward()
+    net[0].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match=rf"Linear\.weight has a hook, .* on {where}"):
+        net(data(rank, 0))
+    # Other units, or other parameters that are kept whole, on one rank.
+    net = make()
+    with pytest.raises(
+        MismatchError, match=r"0\.weight \(unit '0'\).* rank 1 has 0\.weight \(unit ''"
+    ):
+        Zero3(net, [net[2 * rank]])
+    with pytest.raises(MismatchError, match=r"3\.bias \(unit 'whole'\)"):
+        Zero3(net, whole=[] if rank else [net[3].bias])
+    # What is wrong on one rank only: nobody waits.
+    for options, said in (
+        ({"units": [nn.Linear(2, 2)] if rank else []}, r"on rank 1: units that are not modules"),
+        ({"prefetch": -rank}, r"on rank 1: prefetch must not be negative, got -1"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[rank {rank}\] Zero3: {said}"):
+            Zero3(make(), **options)
+    frozen = make().requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match=r"BucketedDDP: on rank 1: no parameter of the module"):
+        BucketedDDP(frozen)
+    for kind in (ShardedOptimizer, Zero2Optimizer):
+        with pytest.raises(ValueError, match=r"Invalid learning rate: -1"):
+            kind(make().parameters(), torch.optim.SGD, lr=-1.0 if rank else 0.1)
+    # Parameters that were put into a group, past add_param_group.
+    for kind in (zero1, zero2):
+        net = make()
+        optimizer = kind(net)
+        net[3] = nn.Linear(3, 1).double()
+        optimizer.param_groups[0]["params"][-2:] = list(net[3].parameters())
+        loss = net(data(rank, 0)).sum()
+        if kind is zero1:
+            loss.backward()
+        with pytest.raises(ValueError, match=rf"2 parameters of param_groups .*\({where}\)"):
+            optimizer.step() if kind is zero1 else loss.backward()
+    # A bucket of ZeRO-2 that was sent before the second gradient of a parameter came.
+    net = make()
+    zero2(net)
+    shared = checkpoint(net, data(rank, 0).requires_grad_(), use_reentrant=True)
+    loss = shared.sum() + sum(p.square().sum() for p in net.parameters())
+    with pytest.raises(
+        RuntimeError, match=rf"another gradient .* on {where} .*parallel\.recompute"
+    ):
+        loss.backward()
+
+
+def test_what_would_be_averaged_twice_or_never_is_refused():
+    run(wrapped_twice, 2)

@@ -261,6 +261,11 @@ def hooked(module: nn.Module) -> nn.Module:
     return module
 
 
+def with_hook(module: nn.Linear) -> nn.Module:
+    module.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return module
+
+
 def with_part(module: nn.Module, name: str, part: Any) -> nn.Module:
     setattr(module, name, part)
     return module
@@ -287,6 +292,10 @@ def check_refusals() -> None:
         (
             "RowParallelLinear: the Linear has forward_hooks",
             lambda: RowParallelLinear(hooked(nn.Linear(12, 12)), tp),
+        ),
+        (
+            "RowParallelLinear: the Linear has a hook on weight",
+            lambda: RowParallelLinear(with_hook(nn.Linear(12, 12)), tp),
         ),
         (
             "ParallelLayerNorm: expected an nn.LayerNorm, got RMSNorm",

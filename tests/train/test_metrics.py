@@ -188,3 +188,23 @@ def test_logging():
         lines = [line.split(" ", 1)[1] for line in text.splitlines()]
         expected = [f"[rank {rank}] before", f"[rank {rank}] value 3"]
         assert lines == expected + ["[rank 0] only once"] * (rank == 0)
+
+
+def other_names():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    loss, accuracy = WeightedMean(), WeightedMean()
+    loss.update(1.0)
+    accuracy.update(5.0)
+    metrics = {"loss": loss, "accuracy": accuracy}
+    backwards = dict(reversed(metrics.items()))
+    assert reduce_metrics(backwards if rank else metrics) == {"loss": 1.0, "accuracy": 5.0}
+    for wrong in ({"loss": loss}, {"loss": loss, "other": accuracy}, {}):
+        with pytest.raises(MismatchError, match=r"different names: .*'accuracy', 'loss'"):
+            reduce_metrics(wrong if rank else metrics)
+    many = {f"{i}": loss for i in range(40)}  # more than one message's room
+    assert set(reduce_metrics(many).values()) == {1.0}
+
+
+def test_metrics_are_told_apart_by_their_names():
+    run(other_names, 3)

@@ -80,6 +80,7 @@ def same(got: Any, wanted: Any) -> bool:
 base = torch.arange(6.0)
 STATES: dict[str, Any] = {
     "None": None,
+    "large numbers": [2**2039 - 1, -(2**2039) + 1, {2**100: 1}],
     "numbers": [True, 1, -(2**70), 1.5, float("inf"), 1j, "ü", b"a", bytearray(b"ab")],
     "containers": [(1, (2,)), {1, "a"}, frozenset({1}), deque([1, 2], maxlen=3), range(3)],
     "keys": {1: 2, (1, 2): 3, None: 4, 1.5: 5, b"a": 7, frozenset({1}): 8},
@@ -143,6 +144,9 @@ REFUSED: dict[str, Any] = {
     "type": nn.Linear,
     "lock": threading.Lock(),
     "dict_keys": {}.keys(),
+    "MaskedArray, .* its data and its mask": np.ma.array([1, 2], mask=[True, False]),
+    "recarray": np.zeros(2, dtype=[("a", "i4")]).view(np.recarray),
+    "int of 2040 bits": -(2**2039),
     "Generator, save": np.random.default_rng(0),
 }
 

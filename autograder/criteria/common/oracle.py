@@ -63,12 +63,14 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def ordered(loss: Loss, answer: Values) -> Loss:
-    """`loss(prediction, target)`, which notes in `answer` if a student gives the target first.
+    """`loss(prediction, target)`, which notes in `answer` how it was called.
 
-    The mean squared error has the same value and gradients then; other losses have not.
+    If the target comes first, the mean squared error has the same value and gradients; other losses
+    have not. If it is not called at all, a loss of the student's own may have the same value here.
     """
 
     def noted(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        answer["loss called"] = True
         if target.requires_grad:
             answer["target first"] = True
         return loss(prediction, target)
@@ -76,8 +78,10 @@ def ordered(loss: Loss, answer: Values) -> Loss:
     return noted
 
 
-def find_swapped(answer: Values, rank: int) -> Finding | None:
-    """A finding if `ordered` has noted that the target came first."""
+def find_misused_loss(answer: Values, rank: int) -> Finding | None:
+    """A finding if the target came first in what `ordered` returned, or if nobody called it."""
+    if answer.get("loss called") is not True:
+        return Finding("loss_fn was never called; no other loss may take its place.", rank)
     if answer.get("target first") is True:
         return Finding("loss_fn got the target first; it takes (prediction, target).", rank)
     return None

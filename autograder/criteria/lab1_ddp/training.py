@@ -241,7 +241,7 @@ def judge_train_steps(case: Case) -> Iterator[Finding]:
         left = answer.get("left")
         if isinstance(left, list) and left:
             yield Finding(f"{' and '.join(map(str, left))} of a batch never went to device.", rank)
-        if swapped := oracle.find_swapped(answer, rank):
+        if swapped := oracle.find_misused_loss(answer, rank):
             yield swapped
         got = [answer.get(f"p{i}") for i in range(len(expected))]
         for i, value in enumerate(expected):

@@ -31,7 +31,7 @@ _ddp = partial(Criterion, task=_DDP, draw=ddp.draw_samples, observe=ddp.observe_
 _emulated = partial(
     Criterion, task=_DDP, world="emulated", draw=emulated.draw, plan=emulated.plan, deadline_s=40.0
 )
-_tokens = partial(Criterion, task=_TOKENS, draw=ddp.draw_tokens, observe=ddp.observe_tokens)
+_tokens = partial(Criterion, task=_TOKENS, observe=ddp.observe_tokens)
 _amp = partial(Criterion, task=_AMP)
 
 LAB = Lab(
@@ -105,11 +105,11 @@ LAB = Lab(
         ),
         _tokens(
             name="accum_token_gradients", title="mean over all tokens of all ranks", points=5,
-            judge=ddp.judge_token_gradients,
+            draw=ddp.draw_tokens, judge=ddp.judge_token_gradients,
         ),
         _tokens(
             name="accum_token_loss", title="the loss is the mean over all tokens", points=3,
-            judge=ddp.judge_token_loss,
+            draw=ddp.draw_equal_shapes, judge=ddp.judge_token_loss,
         ),
         Criterion(
             name="accum_token_traffic", title="gradients travel once, not k times", points=2,
@@ -139,7 +139,7 @@ LAB = Lab(
             judge=planning.judge_batch_size,
         ),
         Criterion(
-            name="accum_convergence", title="k = 1, 2, 4, 8 give one curve", task=_CURVES, points=6,
+            name="accum_convergence", title="every k gives the same curve", task=_CURVES, points=6,
             draw=planning.draw_convergence, observe=planning.observe_convergence,
             judge=planning.judge_convergence,
         ),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,9 +13,11 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
 from autograder.criteria.common.places import on_two_nodes
+from autograder.criteria.common.pretending import pretending
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import norm
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab2_accumulation.emulated import DecidesInBackward
 from autograder.criteria.lab2_accumulation.gradients import peak_of, too_much_memory
 
 SIZES = (6, 16, 3)
@@ -24,6 +28,7 @@ TOLERANCE = 0.06  # relative to the largest update; bfloat16 has 8 bits
 INIT_SCALE = 4096.0
 GROWTH, BACKOFF = 4.0, 0.125  # torch's own are 2 and 0.5
 SCALE_FACTORS = (4.0, 0.5, 2.0, 0.25, 1.0, 0.125, 0.5, 0.0625, 0.25)  # after each call
+ELSEWHERE = "meta"  # a device that is no rank's
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -45,23 +50,24 @@ def _draw(draw: Draw, calls: list[Values]) -> list[Values]:
 
 
 def draw_update(draw: Draw) -> list[Values]:
-    """One call in each dtype, one of them with a single micro-batch."""
-    rng = draw.shared()
-    dtypes = zip(rng.permutation([1, int(rng.integers(2, 5))]), DTYPES, strict=True)
-    return _draw(draw, [{"k": int(k), "dtype": dtype} for k, dtype in dtypes])
+    """In each dtype a call with several micro-batches and a call with a single one."""
+    k = int(draw.shared().integers(2, 5))
+    return _draw(draw, [{"k": n, "dtype": dtype} for n in (k, 1) for dtype in DTYPES])
 
 
 def draw_scaler(draw: Draw) -> list[Values]:
     """Calls with one scaler; in some, one micro-batch of one rank, or of two, is infinite.
 
     It is the first, a middle and the last micro-batch, on the first, a middle and the last rank.
-    There the norm is limited, too: a norm that is not finite must not stop the program.
+    There the norm is limited, too: a norm that is not finite must not stop the program. The last
+    call has a single micro-batch.
     """
     rng, last = draw.shared("unlucky"), draw.world_size - 1
     k = int(rng.integers(3, 5))
     call = {"k": k, "dtype": "float16"}
     limited = call | {"max_norm": 1.0}
-    inputs = _draw(draw, [limited if number % 2 else call for number in range(len(SCALE_FACTORS))])
+    calls = [limited if number % 2 else call for number in range(len(SCALE_FACTORS))]
+    inputs = _draw(draw, [*calls[:-1], call | {"k": 1}])
     ranks = [int(r) for r in rng.permutation([0, draw.world_size // 2, last])]
     places = [int(i) for i in rng.permutation([0, 1, k - 1])]
     unlucky = [(call, [(r, i)]) for call, r, i in zip((1, 3, 5), ranks, places, strict=True)]
@@ -72,13 +78,14 @@ def draw_scaler(draw: Draw) -> list[Values]:
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """A limit far below the gradient's norm, in each dtype; between them a limit above it.
+    """Limits far below the gradient's norm, in each dtype; one limit is above it.
 
-    Scaled gradients exceed both.
+    Scaled gradients exceed both. The last calls have a single micro-batch.
     """
     k = int(draw.shared().integers(2, 5))
-    inputs = _draw(draw, [{"k": k, "dtype": dtype} for dtype in ("float16", *DTYPES)])
-    for number, factor in enumerate((0.25, 20.0, 0.25)):
+    calls = [*((k, dtype) for dtype in ("float16", *DTYPES)), *((1, dtype) for dtype in DTYPES)]
+    inputs = _draw(draw, [{"k": n, "dtype": dtype} for n, dtype in calls])
+    for number, factor in enumerate((0.25, 20.0, 0.25, 0.25, 0.25)):
         limit = factor * norm(_mean_gradient(inputs, number))
         for values in inputs:
             values["calls"] = [
@@ -126,14 +133,19 @@ def observe_scaler(amp_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_update(amp_step: Any, inputs: Values, context: Context) -> Values:
-    """Like `observe`; where autocast was on, and the memory of a step of large micro-batches."""
+    """Like `observe`; where autocast was on, and the memory of a step of large micro-batches.
+
+    And for which device autocast was asked for data that are elsewhere.
+    """
     answer = observe(amp_step, inputs, context)
     training, device = _Training(inputs, context), context.device.type
     x, y = (torch.from_numpy(inputs[f"{n}/0"][0]).to(context.device).repeat(40, 1) for n in "xy")
     on: dict[str, list[bool]] = {"loss": [], "backward": []}
+    targets: set[torch.dtype] = set()
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         on["loss"].append(torch.is_autocast_enabled(device))
+        targets.add(target.dtype)
         return oracle.ordered(oracle.mse, answer)(output, target)
 
     def in_backward(gradient: torch.Tensor) -> None:
@@ -159,7 +171,42 @@ def observe_update(amp_step: Any, inputs: Values, context: Context) -> Values:
     )
     hook.remove()
     # The first backward that was noted is that of `one`.
+    answer["cast"] = bool(targets - {y.dtype})
+    answer["devices"] = _devices_of_autocast(amp_step, inputs)
     return answer | {"loss": all(on["loss"]), "backward": any(on["backward"][1:])}
+
+
+def _devices_of_autocast(amp_step: Any, inputs: Values) -> list[str]:
+    """The device types for which autocast is asked if model and data are on the device "meta"."""
+    asked: list[str] = []
+
+    class Autocast(contextlib.ContextDecorator):
+        def __init__(self, device_type: str, *_: Any, **__: Any) -> None:
+            asked.append(str(device_type))
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    module = oracle.mlp(inputs).to(ELSEWHERE)
+    batch = tuple(torch.from_numpy(inputs[f"{n}/0"][0]).to(ELSEWHERE) for n in "xy")
+    names = getattr(amp_step, "__globals__", {})
+    places = {"DEVICE": torch.device(ELSEWHERE)} if "DEVICE" in names else {}
+    # No step comes of it: such data have no values. Autocast is asked before that shows.
+    with (
+        contextlib.suppress(Exception),
+        mock.patch.dict(names, places),
+        pretending(amp_step, {(m, "autocast"): Autocast for m in (torch, torch.amp)}),
+    ):
+        amp_step(
+            DecidesInBackward(module),
+            [batch] * 2,
+            oracle.mse,
+            torch.optim.SGD(module.parameters(), lr=LR),
+            torch.amp.GradScaler(enabled=False),
+            dtype=torch.bfloat16,
+        )
+    return asked
 
 
 class _Training:
@@ -215,15 +262,25 @@ def _run(
 
 
 def _judge_update(
-    case: Case, findings: list[Finding], rank: int, number: int, factor: float, hint: str
+    case: Case,
+    findings: list[Finding],
+    rank: int,
+    number: int,
+    factor: float,
+    hint: str,
+    of: Sequence[Values] = (),
 ) -> None:
-    """The weights moved by -lr * factor * mean gradient, to the precision of the dtype."""
+    """The weights moved by -lr * factor * mean gradient, to the precision of the dtype.
+
+    Args:
+        of: the inputs of the ranks whose mean it is; all of them if empty.
+    """
     if any(finding.rank == rank for finding in findings):
         return
     inputs, answer = case.inputs[rank], case.answers[rank]
     call = inputs["calls"][number]
     before = oracle.parameters_of(inputs)
-    expected = [-LR * factor * g for g in _mean_gradient(list(case.inputs), number)]
+    expected = [-LR * factor * g for g in _mean_gradient(list(of or case.inputs), number)]
     largest = max(float(np.abs(e).max()) for e in expected)
     for i, (start, update) in enumerate(zip(before, expected, strict=True)):
         got = answer.get(f"p{number}/{i}")
@@ -247,6 +304,11 @@ def _judge_update(
                 )
             )
             return
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in what should be a list of them."""
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
 
 
 def judge_update(case: Case) -> list[Finding]:
@@ -274,7 +336,25 @@ def judge_update(case: Case) -> list[Finding]:
                     Finding("autocast was on during backward: only forward and loss need it.", rank)
                 )
                 break
-            if swapped := oracle.find_swapped(answer, rank):
+            if told(answer, "cast") is True:
+                findings.append(
+                    Finding(
+                        "the targets reached loss_fn in another dtype: autocast casts what an "
+                        "operation needs, the data stay as they are.",
+                        rank,
+                    )
+                )
+                break
+            if wrong := [d for d in _texts(told(answer, "devices")) if d != ELSEWHERE]:
+                findings.append(
+                    Finding(
+                        f"autocast was asked for the device type {wrong[0]!r}, and the data were "
+                        "on another device: take it from them.",
+                        rank,
+                    )
+                )
+                break
+            if swapped := oracle.find_misused_loss(answer, rank):
                 findings.append(swapped)
                 break
             _judge_update(
@@ -323,7 +403,8 @@ def judge_scaler(case: Case) -> Iterator[Finding]:
 def judge_clip(case: Case) -> list[Finding]:
     """The limit applies to the true gradient, not to the scaled gradient.
 
-    A gradient that was not divided by the number of micro-batches is for `judge_update`.
+    A gradient that was not divided by the number of micro-batches is for `judge_update`, and so is
+    one that was not synchronised where there is a single micro-batch.
     """
     findings: list[Finding] = []
     for rank in range(case.world_size):
@@ -334,9 +415,12 @@ def judge_clip(case: Case) -> list[Finding]:
                 f"The gradient's norm is {size:.3g}, max_norm {limit:.3g}: unscale with "
                 "scaler.unscale_(optimizer), then clip, then scaler.step(optimizer)."
             )
-            tries: list[list[Finding]] = [[], []]
-            for found, times in zip(tries, (1.0, float(call["k"])), strict=True):
-                _judge_update(case, found, rank, number, min(times, limit / size), hint)
+            own = [case.inputs[rank]] if call["k"] == 1 else []
+            own_limit = limit / norm(_mean_gradient(own or list(case.inputs), number))
+            tries: list[list[Finding]] = [[], [], []]
+            _judge_update(case, tries[0], rank, number, min(1.0, limit / size), hint)
+            _judge_update(case, tries[1], rank, number, min(float(call["k"]), limit / size), hint)
+            _judge_update(case, tries[2], rank, number, min(1.0, own_limit), hint, own)
             if all(tries):
                 findings += tries[0]
                 break

@@ -101,7 +101,7 @@ def judge_gradients(case: Case) -> list[Finding]:
             return "Is the number of ranks or micro-batches written into the code?"
         return ""
 
-    swapped = (oracle.find_swapped(answer, rank) for rank, answer in enumerate(case.answers))
+    swapped = (oracle.find_misused_loss(answer, rank) for rank, answer in enumerate(case.answers))
     findings = [finding for finding in swapped if finding]
     for call, k in enumerate(case.inputs[0]["ks"]):
         basis = [
@@ -191,7 +191,9 @@ def _judge_mean(
 
 # --- tokens --------------------------------------------------------------------------------------
 
-VOCABULARY, WIDTH, ROWS, CONTEXT, TOKEN_CALLS = 11, 7, 2, 8, 2
+VOCABULARY, WIDTH, TOKEN_CALLS = 11, 7, 2
+SHAPES = ((2, 8), (1, 12), (3, 5))  # rows and context of sparse micro-batches
+DENSE = (2, 150)  # more tokens than eight bits can count
 MEMORY_K = 6
 
 
@@ -216,28 +218,48 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def draw_tokens(draw: Draw) -> list[Values]:
-    """Padded targets: token counts, at least 1, differ a lot between ranks and micro-batches."""
+    """Padded targets: token counts, at least 1, differ a lot between ranks and micro-batches.
+
+    So do the shapes of micro-batches.
+    """
+    return _draw_tokens(draw, SHAPES, DENSE)
+
+
+def draw_equal_shapes(draw: Draw) -> list[Values]:
+    """Like `draw_tokens`, with one shape for all micro-batches."""
+    return _draw_tokens(draw, SHAPES[:1], SHAPES[0])
+
+
+def _draw_tokens(
+    draw: Draw, shapes: Sequence[tuple[int, int]], dense_shape: tuple[int, int]
+) -> list[Values]:
     rng = draw.shared()
     ks = [1, int(rng.integers(2, 5))]
-    shapes = ((VOCABULARY, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
-    start: Values = {f"p{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(shapes)}
+    weights = ((VOCABULARY, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    start: Values = {f"p{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(weights)}
     dense = int(rng.integers(draw.world_size))
     inputs = []
     for rank in range(draw.world_size):
         values, own = start | {"ks": ks}, draw.private(rank)
         for call, k in enumerate(ks):
-            shape = (k, ROWS, CONTEXT)
-            values[f"x/{call}"] = own.integers(VOCABULARY, size=shape)
-            targets = own.integers(VOCABULARY, size=shape)
             for i in range(k):
                 # One rank has mostly full micro-batches, and every rank has one sparse one.
                 sparse = rank != dense or (i == 0 and k > 1)
-                count = int(own.integers(1, 5)) if sparse else ROWS * CONTEXT
-                hidden = own.permutation(ROWS * CONTEXT)[count:]
-                targets[i].reshape(-1)[hidden] = IGNORED
-            values[f"y/{call}"] = targets
+                shape = shapes[(rank + i) % len(shapes)] if sparse else dense_shape
+                values[f"x/{call}/{i}"] = own.integers(VOCABULARY, size=shape)
+                targets = own.integers(VOCABULARY, size=shape)
+                count = int(own.integers(1, 5)) if sparse else targets.size
+                hidden = own.permutation(targets.size)[count:]
+                targets.reshape(-1)[hidden] = IGNORED
+                values[f"y/{call}/{i}"] = targets
         inputs.append(values)
     return inputs
+
+
+def _token_batches(inputs: Values, call: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The micro-batches of a call: tokens and targets."""
+    names = [(f"x/{call}/{i}", f"y/{call}/{i}") for i in range(inputs["ks"][call])]
+    return [(torch.from_numpy(inputs[x]), torch.from_numpy(inputs[y])) for x, y in names]
 
 
 @on_two_nodes
@@ -246,12 +268,15 @@ def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> 
     module = TokenModel(inputs).to(context.device)
     ddp = wrap(module, context)
     answer: Values = {}
+    loss_fn = oracle.ordered(token_loss, answer)
     for call in range(TOKEN_CALLS):
         module.zero_grad()
-        xs, ys = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
-        loss = accumulate_tokens(ddp, list(zip(xs, ys, strict=True)), token_loss)
+        batches = [
+            (x.to(context.device), y.to(context.device)) for x, y in _token_batches(inputs, call)
+        ]
+        loss = accumulate_tokens(ddp, batches, loss_fn)
         _record(answer, call, module, loss)
-    x, y = (torch.from_numpy(inputs[f"{n}/0"][0]).to(context.device).repeat(20, 1) for n in "xy")
+    x, y = (tensor.to(context.device).repeat(20, 1) for tensor in _token_batches(inputs, 0)[0])
     answer["peak"] = peak_of(
         lambda: accumulate_tokens(ddp, [(x, y)] * MEMORY_K, token_loss),
         lambda: token_loss(module(x), y).backward(),
@@ -263,9 +288,9 @@ def _token_parts(case: Case, call: int) -> tuple[list[Gradient], np.ndarray, np.
     """Per micro-batch of all ranks: the gradient of its mean loss, the loss, the token count."""
     gradients, losses, counts = [], [], []
     for inputs in case.inputs:
-        for tokens, targets in zip(inputs[f"x/{call}"], inputs[f"y/{call}"], strict=True):
+        for tokens, targets in _token_batches(inputs, call):
             model = TokenModel(inputs, torch.float64)
-            loss = token_loss(model(torch.from_numpy(tokens)), torch.from_numpy(targets))
+            loss = token_loss(model(tokens), targets)
             loss.backward()
             gradients.append([oracle.grad_of(p) for p in model.parameters()])
             losses.append(loss.item())
@@ -275,7 +300,8 @@ def _token_parts(case: Case, call: int) -> tuple[list[Gradient], np.ndarray, np.
 
 def judge_token_gradients(case: Case) -> list[Finding]:
     """Micro-batches of all ranks enter in proportion to their numbers of tokens."""
-    findings: list[Finding] = []
+    misused = (oracle.find_misused_loss(answer, rank) for rank, answer in enumerate(case.answers))
+    findings = [finding for finding in misused if finding]
     ranks = case.world_size
     for call, k in enumerate(case.inputs[0]["ks"]):
         basis, _, counts = _token_parts(case, call)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import number_or_none
 from autograder.criteria.common.weights import (
+    Gradient,
     are_close,
     batch_gradients,
     collect,
@@ -22,23 +25,31 @@ from autograder.criteria.common.weights import (
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-SIZES = (5, 8, 2)
-NUM_PARAMETERS = 4
+SIZES = (5, 8, 8, 2)
+NUM_PARAMETERS = 6
 EQUAL = 3  # samples of a micro-batch
 
 
 # --- draw and observe ----------------------------------------------------------------------------
 
 
-def _draw(draw: Draw, sizes: list[list[int]]) -> list[Values]:
+def _draw(
+    draw: Draw, sizes: list[list[int]], lengths: Mapping[int, list[int]] = MappingProxyType({})
+) -> list[Values]:
+    """One private model per rank, and for each group micro-batches of these numbers of samples.
+
+    Args:
+        lengths: for groups whose samples are sequences, their length in each micro-batch.
+    """
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
         values: Values = oracle.draw_parameters(rng, SIZES) | {"sizes": sizes}
         for group, counts in enumerate(sizes):
             for i, count in enumerate(counts):
-                batch = oracle.draw_batch(rng, count, SIZES)
-                values |= {f"x/{group}/{i}": batch["x"], f"y/{group}/{i}": batch["y"]}
+                shape = (count, lengths[group][i]) if group in lengths else (count,)
+                batch = oracle.draw_batch(rng, int(np.prod(shape)), SIZES)
+                values |= {f"{n}/{group}/{i}": batch[n].reshape(*shape, -1) for n in "xy"}
         inputs.append(values)
     return inputs
 
@@ -50,8 +61,19 @@ def draw_equal(draw: Draw) -> list[Values]:
 
 
 def draw_unequal(draw: Draw) -> list[Values]:
-    """One group of equal micro-batches, then two groups of micro-batches that differ in size."""
-    return _draw(draw, [[EQUAL] * 3, *_unequal(draw)])
+    """One group of equal micro-batches, then three groups of micro-batches that differ in size.
+
+    In the last of them a sample is a sequence, longer in some micro-batches: who counts numbers
+    instead of samples is wrong. Then a group for whoever goes through p.grad by hand: two layers
+    share a bias, and another bias is frozen.
+    """
+    rng = draw.shared("sequences")
+    sequences, (long, short) = (
+        [int(n) for n in rng.permutation(of)] for of in ([1, 2, 3, 5], [7, 2])
+    )
+    sizes = [[EQUAL] * 3, *_unequal(draw), sequences, [EQUAL] * 4]
+    inputs = _draw(draw, sizes, {len(sizes) - 2: [long, long, short, short]})
+    return [values | {"shares": len(sizes) - 1} for values in inputs]
 
 
 def draw_loss(draw: Draw) -> list[Values]:
@@ -74,6 +96,15 @@ def batches_of(inputs: Values, group: int) -> list[tuple[np.ndarray, np.ndarray]
     return [(inputs[f"x/{group}/{i}"], inputs[f"y/{group}/{i}"]) for i in range(count)]
 
 
+def model_of(inputs: Values, group: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The model of a group; in the group `shares` two layers share a bias, the last is frozen."""
+    model = oracle.mlp(inputs, dtype)
+    if group == inputs.get("shares"):
+        model[2].bias = model[0].bias
+        model[-1].bias.requires_grad_(False)  # type: ignore[union-attr]
+    return model
+
+
 def observe_together(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
     """Like `observe`, after a barrier of all ranks.
 
@@ -89,7 +120,7 @@ def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Valu
     answer: Values = {}
     loss_fn = oracle.ordered(oracle.mse, answer)
     for group in range(len(inputs["sizes"])):
-        model = oracle.mlp(inputs).to(context.device)
+        model = model_of(inputs, group).to(context.device)
         batches = [
             (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
             for x, y in batches_of(inputs, group)
@@ -108,8 +139,6 @@ def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Valu
 def judge_scale(case: Case) -> Iterator[Finding]:
     """Each of k equal micro-batches enters with weight 1/k."""
     for rank, answer in enumerate(case.answers):
-        if swapped := oracle.find_swapped(answer, rank):
-            yield swapped
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             k, basis = len(counts), batch_gradients(case.inputs[rank], _batches(case, rank, group))
             weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
@@ -151,11 +180,13 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
         )
         factor_is_right = equal is not None and bool(np.isclose(equal.sum(), 1.0, rtol=1e-3))
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
-            basis = batch_gradients(case.inputs[rank], _batches(case, rank, group))
-            weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
+            basis = _basis(case.inputs[rank], group)
+            weights = weights_of(basis, collect(answer, f"g{group}", len(basis[0])))
             share = np.array(counts) / sum(counts)
             if weights is None:
-                yield Finding(_no_sum(len(counts)), rank)
+                where = " (Two layers share a bias here, and another bias is frozen.)"
+                shares = group == case.inputs[rank].get("shares")
+                yield Finding(_no_sum(len(counts)) + where * shares, rank)
                 break
             total = float(weights.sum())
             if abs(total) < 1e-6 or not are_close(weights / total, share):
@@ -165,6 +196,9 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
                         " All have the same weight, so a sample in a small one counts more "
                         "than a sample in a large one."
                     )
+                shapes = [x.shape for x, _ in _batches(case, rank, group)]
+                if len(shapes[0]) == 3:
+                    why = f" The inputs are {[tuple(s) for s in shapes]}: is a sample one row?"
                 yield Finding(
                     f"micro-batches of {counts} samples entered the gradient with weights "
                     f"{show(weights)}; expected {show(share)}, a weight for each according to its "
@@ -188,6 +222,9 @@ def judge_loss(case: Case) -> Iterator[Finding]:
     For micro-batches that differ in size, the mean with the gradient's weights is right, too.
     """
     for rank, answer in enumerate(case.answers):
+        if misused := oracle.find_misused_loss(answer, rank):
+            yield misused
+            continue
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             losses = _losses(case.inputs[rank], _batches(case, rank, group))
             got, expected, why = answer.get(f"loss/{group}"), np.mean(losses), ""
@@ -227,6 +264,16 @@ def _losses(inputs: Values, batches: list[tuple[np.ndarray, np.ndarray]]) -> lis
 
 def _batches(case: Case, rank: int, group: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return batches_of(case.inputs[rank], group)
+
+
+def _basis(inputs: Values, group: int) -> list[Gradient]:
+    """The gradient of each micro-batch's mean loss, in float64, for the model of this group."""
+    gradients = []
+    for x, y in batches_of(inputs, group):
+        model = model_of(inputs, group, torch.float64)
+        oracle.mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()).backward()
+        gradients.append([oracle.grad_of(p) for p in model.parameters()])
+    return gradients
 
 
 def _no_sum(k: int) -> str:

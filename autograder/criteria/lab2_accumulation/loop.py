@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from autograder.criteria.common import oracle
@@ -73,10 +72,13 @@ def draw_tail(draw: Draw) -> list[Values]:
 
 
 def draw_zero_grad(draw: Draw) -> list[Values]:
-    """Two epochs on one model, which holds old gradients before the first epoch."""
+    """Two epochs on one model, which holds old gradients before the first epoch.
+
+    The optimizer has two groups of parameters.
+    """
     k = int(draw.shared().integers(2, 5))
     n = 2 * k + 1  # a tail, whose gradients must not enter the next epoch
-    inputs = _draw(draw, [{"k": k, "n": n}, {"k": k, "n": n, "same_model": True}])
+    inputs = _draw(draw, [{"k": k, "n": n, "groups": True}, {"k": k, "n": n, "goes_on": True}])
     for rank, values in enumerate(inputs):
         rng = draw.shared(f"stale {rank}")
         for i, p in enumerate(oracle.parameters_of(values)):
@@ -85,11 +87,16 @@ def draw_zero_grad(draw: Draw) -> list[Values]:
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """A group and a tail whose gradients are far above the limit; a group far below; and k = 1."""
+    """A group and a tail whose gradients are far above the limit; a group far below; and k = 1.
+
+    At last one step of an optimizer with two groups of parameters, one of which is frozen.
+    """
     k = int(draw.shared().integers(3, 5))
-    inputs = _draw(draw, [{"k": k, "n": k + 2}, {"k": k, "n": k}, {"k": 1, "n": 2}], spread=2.0)
+    runs = [{"k": k, "n": k + 2}, {"k": k, "n": k}, {"k": 1, "n": 2}]
+    runs += [{"k": k, "n": k, "groups": True, "frozen": True}]
+    inputs = _draw(draw, runs, spread=2.0)
     for values in inputs:
-        large, small, alone = (batch_gradients(values, batches_of(values, r)) for r in range(3))
+        large, small, alone, grouped = (_basis(values, run) for run in range(4))
         groups = (large[:k], large[k:])
         smallest = min(
             *(norm(_mean(g)) * len(g) / k for g in groups), *(norm(g) / k for g in large)
@@ -98,6 +105,7 @@ def draw_clip(draw: Draw) -> list[Values]:
             0.3 * smallest,
             3 * k * sum(norm(g) for g in small),
             0.3 * min(norm(g) for g in alone),
+            0.3 * min(norm(_mean(grouped)), *(norm(g) / k for g in grouped)),
         )
         values["runs"] = [
             run | {"max_norm": m} for run, m in zip(values["runs"], limits, strict=True)
@@ -106,15 +114,14 @@ def draw_clip(draw: Draw) -> list[Values]:
 
 
 def draw_schedule(draw: Draw) -> list[Values]:
-    """Runs with different k, each with a scheduler, and with a tail unless k is 1."""
+    """Runs with different k, each with a scheduler, and with a tail unless k is 1.
+
+    The last run is a second epoch, in which the schedule goes on.
+    """
     rng = draw.shared()
-    return _draw(
-        draw,
-        [
-            {"k": k, "n": 3 * k + 1, "schedule": True}
-            for k in (int(rng.integers(2, 4)), int(rng.integers(4, 6)), 1)
-        ],
-    )
+    ks = (1, int(rng.integers(4, 6)), int(rng.integers(2, 4)))
+    runs: list[Values] = [{"k": k, "n": 3 * k + 1, "schedule": True} for k in ks]
+    return _draw(draw, [*runs, runs[-1] | {"goes_on": True}])
 
 
 def _mean(gradients: Sequence[Gradient]) -> Gradient:
@@ -126,6 +133,14 @@ def batches_of(inputs: Values, run: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [
         (inputs[f"x/{run}/{i}"], inputs[f"y/{run}/{i}"]) for i in range(inputs["runs"][run]["n"])
     ]
+
+
+def _basis(inputs: Values, run: int) -> list[Gradient]:
+    """The gradient of each batch of a run; zeros for a parameter that is frozen."""
+    gradients = batch_gradients(inputs, batches_of(inputs, run))
+    if inputs["runs"][run].get("frozen"):
+        gradients = [[*rest, np.zeros_like(last)] for *rest, last in gradients]
+    return gradients
 
 
 # --- observe -------------------------------------------------------------------------------------
@@ -144,39 +159,59 @@ class Batches:
         return iter(self._batches)
 
 
-class _Notes:
-    """The gradients and the scheduler's position before each optimizer step, up to `limit`."""
+class _Training:
+    """What the epochs of one training share: a model, its optimizer and its scheduler.
 
-    def __init__(self, model: nn.Module, limit: int) -> None:
-        self.model, self.limit = model, limit
+    It notes the gradients and the scheduler's position before each optimizer step.
+    """
+
+    def __init__(self, inputs: Values, run: Values, context: Context) -> None:
+        self.model = oracle.mlp(inputs).to(context.device)
+        first, *rest = self.model.parameters()
+        if run.get("frozen"):
+            rest[-1].requires_grad_(False)
+        groups = [{"params": [first]}, {"params": rest}]
+        self.optimizer = torch.optim.SGD(
+            groups if run.get("groups") else [first, *rest],
+            lr=0.0,
+        )
+        self.optimizer.register_step_pre_hook(self._before_step)
         self.scheduler: LambdaLR | None = None
-        self.gradients: list[Gradient] = []
-        self.schedule: list[int] = []
+        if run.get("schedule"):
+            self.scheduler = LambdaLR(self.optimizer, lambda step: 0.9**step)
+        self.begin(0)
 
-    def before_step(self, *_: Any) -> None:
+    def begin(self, limit: int) -> None:
+        """Forgets what was noted; then notes at most `limit` steps."""
+        self.limit, self.schedule = limit, list[int]()
+        self.gradients: list[Gradient] = []
+
+    @property
+    def position(self) -> int:
+        """How many steps the scheduler has made."""
+        return self.scheduler.last_epoch if self.scheduler else 0
+
+    def _before_step(self, *_: Any) -> None:
         if len(self.gradients) < self.limit:
             self.gradients.append([oracle.grad_of(p).copy() for p in self.model.parameters()])
-            self.schedule.append(self.scheduler.last_epoch if self.scheduler else 0)
+            self.schedule.append(self.position)
 
 
 def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
     """One epoch per run: the gradients at each step, the return value, the scheduler's position."""
     answer: Values = {}
     loss_fn = oracle.ordered(oracle.mse, answer)
-    model = oracle.mlp(inputs)
+    training = None
     for number, run in enumerate(inputs["runs"]):
-        if not run.get("same_model"):
-            model = oracle.mlp(inputs).to(context.device)
+        if training is None or not run.get("goes_on"):
+            training = _Training(inputs, run, context)
         if number == 0 and "stale/0" in inputs:
-            for i, p in enumerate(model.parameters()):
+            for i, p in enumerate(training.model.parameters()):
                 p.grad = torch.from_numpy(inputs[f"stale/{i}"].copy()).to(context.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        notes = _Notes(model, 2 * run["n"] + 2)
-        optimizer.register_step_pre_hook(notes.before_step)
+        training.begin(2 * run["n"] + 2)
         options: Values = {"max_norm": run["max_norm"]} if "max_norm" in run else {}
-        if run.get("schedule"):
-            notes.scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
-            options["scheduler"] = notes.scheduler
+        if training.scheduler:
+            options["scheduler"] = training.scheduler
         batches = Batches(
             [
                 (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
@@ -184,14 +219,19 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
             ]
         )
         returned = train_epoch(
-            model, batches, loss_fn, optimizer, accumulation_steps=run["k"], **options
+            training.model,
+            batches,
+            loss_fn,
+            training.optimizer,
+            accumulation_steps=run["k"],
+            **options,
         )
         is_count = isinstance(returned, int) and not isinstance(returned, bool)
         answer[f"returned/{number}"] = returned if is_count else repr(returned)[:80]
-        answer[f"steps/{number}"] = len(notes.gradients)
-        answer[f"schedule/{number}"] = notes.schedule
-        answer[f"end/{number}"] = notes.scheduler.last_epoch if notes.scheduler else 0
-        for step, gradient in enumerate(notes.gradients):
+        answer[f"steps/{number}"] = len(training.gradients)
+        answer[f"schedule/{number}"] = training.schedule
+        answer[f"end/{number}"] = training.position
+        for step, gradient in enumerate(training.gradients):
             for i, g in enumerate(gradient):
                 answer[f"g{number}/{step}/{i}"] = g
     return answer
@@ -234,7 +274,7 @@ def _steps(case: Case, rank: int, number: int, extra: Sequence[Gradient] = ()) -
     count = told(answer, f"steps/{number}")
     if not isinstance(count, int) or not 0 <= count <= 2 * n + 2:
         return "the epoch did not end as it should."
-    basis = [*batch_gradients(inputs, batches_of(inputs, number)), *extra]
+    basis = [*_basis(inputs, number), *extra]
     steps: list[_Step] = []
     seen: set[int] = set()
     for step in range(count):
@@ -255,7 +295,9 @@ def _judge(case: Case, judge_run: Any) -> Iterator[Finding]:
     """The first finding of each rank: `judge_run(rank, number, run, steps)` returns a message."""
     for rank in range(case.world_size):
         for number, run in enumerate(case.inputs[rank]["runs"]):
-            steps = _steps(case, rank, number)
+            # What an epoch before has left is not judged here.
+            extra = _basis(case.inputs[rank], number - 1) if run.get("goes_on") else ()
+            steps = _steps(case, rank, number, extra)
             message = steps if isinstance(steps, str) else judge_run(rank, number, run, steps)
             if message:
                 head = f"{run['n']} batches, accumulation_steps={run['k']}: "
@@ -290,7 +332,7 @@ def judge_steps(case: Case) -> Iterator[Finding]:
 
     found = {finding.rank: finding for finding in _judge(case, judge_run)}
     for rank, answer in enumerate(case.answers):
-        swapped = oracle.find_swapped(answer, rank)
+        swapped = oracle.find_misused_loss(answer, rank)
         if wrong := found.get(rank) or swapped or too_much_memory(answer.get("peak"), rank):
             yield wrong
 
@@ -353,6 +395,8 @@ def judge_zero_grad(case: Case) -> Iterator[Finding]:
         for number, extra in enumerate(([stale], [stale, *first])):
             steps = _steps(case, rank, number, extra)
             if message := steps if isinstance(steps, str) else _old(inputs, number, steps):
+                if isinstance(steps, str):
+                    message += " Is something old in some of them, such as a second group's?"
                 yield Finding(f"epoch {number}: {message}", rank)
                 break
 
@@ -393,6 +437,8 @@ def judge_clip(case: Case) -> Iterator[Finding]:
                     f"max_norm={limit:.4g}: at the optimizer step the gradient's norm is "
                     f"{size:.4g}. Clip before the step, after the last backward, and when "
                     "p.grad is the mean of the group."
+                    + " The norm is that over the parameters of all the optimizer's groups."
+                    * bool(run.get("groups"))
                 )
             if number == 1 and size > 0.9 * limit:
                 return (
@@ -417,11 +463,15 @@ def judge_schedule(case: Case) -> Iterator[Finding]:
         answer, count = case.answers[rank], len(_with_batches(steps))
         if count < 2:
             return f"{count} optimizer steps, too few to tell."
-        expected, made = list(range(count)), told(answer, f"schedule/{number}")
+        begin = told(answer, f"end/{number - 1}") if run.get("goes_on") else 0
+        begin = begin if isinstance(begin, int) else 0
+        expected, made = list(range(begin, begin + count)), told(answer, f"schedule/{number}")
         made = made[:count] if isinstance(made, list) else made
-        if made != expected or told(answer, f"end/{number}") not in (count, len(steps)):
+        ends = (begin + count, begin + len(steps))
+        if made != expected or told(answer, f"end/{number}") not in ends:
+            epoch = f", after {begin} in an epoch before" if begin else ""
             return (
-                f"{count} optimizer steps, but the scheduler made "
+                f"{count} optimizer steps{epoch}, but the scheduler made "
                 f"{answer.get(f'end/{number}')}; before each optimizer step it had made "
                 f"{answer.get(f'schedule/{number}')}, expected {expected}: scheduler.step() "
                 "belongs right after optimizer.step()."

@@ -97,13 +97,13 @@ def _expected_arithmetic(inputs: Values):
 # --- convergence ---------------------------------------------------------------------------------
 
 SIZES = (4, 8, 1)
-KS, NUM_STEPS, LR = (1, 2, 4, 8), 4, 0.3
+KS, NUM_STEPS, LR = (1, 2, 3, 8), 4, 0.3
 
 
 def draw_convergence(draw: Draw) -> list[Values]:
     """Data and weights, the same on all ranks; the values of k in a random order."""
     rng = draw.shared()
-    batch = 8 * draw.world_size * int(rng.integers(1, 3))
+    batch = 24 * draw.world_size * int(rng.integers(1, 3))
     ks = [int(k) for k in rng.permutation(KS)]
     values = oracle.draw_parameters(rng, SIZES) | {"global_batch": batch, "ks": ks}
     values |= oracle.draw_batch(rng, batch * (NUM_STEPS + 1), SIZES)  # more than is needed

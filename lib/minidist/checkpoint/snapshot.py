@@ -34,6 +34,7 @@ OBJECTS = Unsupported(
 )
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice)
+_MAX_BITS = 255 * 8 - 1  # torch.load knows integers of up to 255 bytes
 _OF_TORCH = (torch.dtype, torch.device, torch.layout)
 _FACTORIES = (None, list, dict, set, int, float, str, bool, tuple)  # of defaultdicts
 _DTYPES = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
@@ -46,6 +47,8 @@ _HINTS: dict[type, str] = {
     torch.Generator: "save its get_state()",
     np.random.Generator: "save its bit_generator.state",
     np.random.RandomState: "save its get_state()",
+    np.ma.MaskedArray: "save its data and its mask",
+    np.ndarray: "save np.array(it)",
     torch.nn.Module: "save its state_dict()",
     torch.optim.Optimizer: "save its state_dict()",
     Tensor: "give each rank's part as a `Shard` in `sharded`",
@@ -87,6 +90,11 @@ class _Snapshot:
 
     def of(self, value: Any, path: str) -> Any:
         kind = type(value)
+        if kind is int and value.bit_length() > _MAX_BITS:
+            raise ValueError(
+                f"{path} is an int of {value.bit_length()} bits, which a checkpoint cannot read "
+                "again; save it as a string"
+            )
         if kind in _PLAIN or kind in _OF_TORCH:
             return value
         if isinstance(value, Tensor):
@@ -130,6 +138,8 @@ class _Snapshot:
         if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
             if isinstance(value, np.generic):
                 return value
+            if kind not in (np.ndarray, np.memmap):  # a masked array would lose its mask
+                raise ValueError(_refusal(value, path))
             return np.array(value, order="K") if self.copy or kind is not np.ndarray else value
         if kind in get_safe_globals() and not isinstance(value, type):
             return self._own_class(value, path)

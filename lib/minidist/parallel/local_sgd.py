@@ -51,6 +51,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidist.device import by_dtype_and_device
+from minidist.precision.clip import refuse_pieces
 
 
 @torch.no_grad()
@@ -123,6 +124,7 @@ class LocalSGD:
                 f"LocalSGD: needs the plain module, got {type(module).__name__}, which averages "
                 "gradients in every backward"
             )
+        refuse_pieces(module.parameters(), type(self).__name__)
         self.module = module
         self.optimizer = optimizer
         self.period = period

@@ -18,6 +18,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from minidist.device import by_dtype_and_device
 from minidist.errors import named_rank
+from minidist.unsupported import Unsupported
+
+PIECES = Unsupported(
+    "BucketedDDP, OverlappedDDP, ShardedOptimizer, Zero2Optimizer, Zero3, LocalSGD, "
+    "average_gradients",
+    "pieces of a Zero3 model, of which each rank holds other elements",
+    instead="Zero3 averages gradients by itself: give its pieces to a torch optimiser or to a "
+    "WholeOptimizer, and nothing else around it",
+)
 
 # Not an attribute of the tensor: a group cannot be pickled.
 _groups: Any = WeakTensorKeyDictionary()
@@ -52,6 +61,12 @@ def shard_group(tensors: Iterable[Tensor]) -> dist.ProcessGroup | None:
         return None
     found = (_groups.get(tensor) for tensor in tensors)
     return next((g for g in found if g is not None and dist.get_world_size(g) > 1), None)
+
+
+def refuse_pieces(tensors: Iterable[Tensor], where: str) -> None:
+    """Raise ValueError if ranks hold different elements, where something averages over ranks."""
+    if shard_group(tensors) is not None:
+        raise PIECES.error(f"got parameters that Zero3 has cut on {named_rank()}", where=where)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ loses: nothing
 
 # %% replaces="task1_accumulate"
 def accumulate_gradients(model, micro_batches, loss_fn):
-    params = list(model.parameters())
+    params = [p for p in model.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in params]
     loss_sum, samples = 0.0, 0
     for x, y in micro_batches:

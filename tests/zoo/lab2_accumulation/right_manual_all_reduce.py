@@ -15,7 +15,8 @@ def accumulate_gradients(model, micro_batches, loss_fn):
         samples += len(x)
         loss_sum += float(loss)
     for p in model.parameters():
-        p.grad.div_(samples)
+        if p.requires_grad:
+            p.grad.div_(samples)
     return loss_sum / samples
 
 
@@ -25,7 +26,8 @@ def train_epoch(
 ):
     def step(size):
         for p in model.parameters():
-            p.grad.div_(size)
+            if p.grad is not None:
+                p.grad.div_(size)
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()

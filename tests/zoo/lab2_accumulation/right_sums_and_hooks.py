@@ -9,7 +9,8 @@ loses: nothing
 # %% replaces="task1_accumulate"
 def accumulate_gradients(model, micro_batches, loss_fn):
     n = sum(y.shape[0] for _, y in micro_batches)
-    handles = [p.register_hook(lambda grad: grad / n) for p in model.parameters()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_hook(lambda grad: grad / n) for p in trained]
     shares = torch.zeros(len(micro_batches), dtype=torch.float64)
     for i, (x, y) in enumerate(micro_batches):
         loss_sum = loss_fn(model(x), y) * y.shape[0]

@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.ordered import ordered_all_reduce
-from minidist.collectives.replicas import broadcast_tensors, global_rank
+from minidist.collectives.replicas import broadcast_tensors, global_rank, raise_on_all
 from minidist.errors import MinidistError, named_rank
 from minidist.outputs import tensors_in
 from minidist.parallel.data.buckets import FlatBucket, Work
@@ -146,8 +146,8 @@ class BucketedDDP(nn.Module):
         if reduce is not None and deterministic:
             raise ValueError("BucketedDDP: give reduce= or deterministic=True, not both")
         trained = [p for p in module.parameters() if p.requires_grad]
-        if not trained:
-            raise ValueError("BucketedDDP: no parameter of the module requires a gradient")
+        problem = None if trained else "no parameter of the module requires a gradient"
+        raise_on_all(problem, group, "BucketedDDP")
         self.module = module
         self.group = group
         self.num_active = dist.get_world_size(group)  # ranks whose gradients count: see join.py

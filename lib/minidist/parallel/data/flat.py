@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist.precision.clip import refuse_pieces
+
 
 def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Collective: like `naive.average_gradients`, with one message per dtype and device."""
+    refuse_pieces(module.parameters(), "average_gradients_flat")
     average_flat(module.parameters(), group, dist.get_world_size(group))
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist.precision.clip import refuse_pieces
+
 
 @torch.no_grad()
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -27,6 +29,7 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
     A parameter without a gradient counts as zero and gets the mean too, because all ranks must make
     the same calls, even if their data take different paths through the model.
     """
+    refuse_pieces(module.parameters(), "average_gradients")
     world_size = dist.get_world_size(group)
     for parameter in module.parameters():
         if not parameter.requires_grad:

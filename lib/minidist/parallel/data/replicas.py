@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minidist.collectives.replicas import broadcast_tensors, check_same_tensors
 from minidist.errors import named_rank
+from minidist.precision.clip import refuse_pieces
 from minidist.unsupported import Unsupported
 
 NEW_PARAMETERS = Unsupported(
@@ -48,6 +49,7 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) 
         MismatchError: on every rank: names, shapes, dtypes or `requires_grad` differ. The message
             gives the first difference from rank 0.
     """
+    refuse_pieces(module.parameters(), "data parallelism")
     check_same_tensors(chain(module.named_parameters(), module.named_buffers()), group)
 
 

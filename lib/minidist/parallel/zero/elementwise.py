@@ -4,7 +4,9 @@ Stage 1 gives a rank some whole parameters, so an optimiser must treat each para
 Stages 2 and 3 cut parameters, so it must treat each element by itself: SGD and Adam do; Adafactor,
 Muon, LAMB and LARS look at rows or norms.
 
-Phases: take three steps on whole tensors; take them on parts of the same tensors; compare.
+Phases: take three steps on whole tensors; take them on parts of the same tensors, each with an
+optimiser of its own, as ranks have; compare. Small and large matrices, vectors and the weights of a
+convolution are tried, because some optimisers treat only some shapes as wholes.
 
 An optimiser that cannot be tried in this way (it needs arguments that are not in its `defaults`,
 say) declares what it does in a class attribute: `elementwise = True`, or False.
@@ -45,22 +47,25 @@ def why_not_elementwise(make: Make, device: torch.device | str = "cpu") -> str |
     declared = getattr(getattr(make, "func", make), "elementwise", None)
     if declared is not None:
         return None if declared else "it declares elementwise = False"
-    start, gradients = _examples(device)
-    try:
-        whole = _steps(make, start[:1], [each[:1] for each in gradients])
-    except Exception as error:
-        return _untried(error)
-    cut = [7, 17]
-    try:
-        pieces = _steps(
-            make,
-            start[0].flatten().split(cut),
-            [each[0].flatten().split(cut) for each in gradients],
-        )
-    except Exception as error:
-        return f"it does not take a part of a matrix: {error}"
-    if _differ(torch.cat(pieces), whole[0].flatten()):
-        return "its step for a whole matrix differs from its step for parts of it"
+    for shape, name in _SHAPES.items():
+        start, gradients = _examples(device, shape)
+        try:
+            whole = _steps(make, start[:1], [each[:1] for each in gradients])
+        except Exception as error:
+            if shape != _MATRIX:  # it takes matrices only
+                continue
+            return _untried(error)
+        cut = [7, start[0].numel() - 7]
+        parts = [each.flatten().split(cut) for each in (start[0], *(g[0] for g in gradients))]
+        try:
+            pieces = [
+                _steps(make, parts[0][i : i + 1], [part[i : i + 1] for part in parts[1:]])[0]
+                for i in range(2)
+            ]
+        except Exception as error:
+            return f"it does not take a part of {name}: {error}"
+        if _differ(torch.cat(pieces), whole[0].flatten()):
+            return f"its step for a whole {name} differs from its step for parts of it"
     return None
 
 
@@ -68,7 +73,7 @@ def why_not_per_parameter(make: Make, device: torch.device | str = "cpu") -> str
     """Why the optimiser may not have some of the parameters on each rank; None if it may."""
     if getattr(getattr(make, "func", make), "elementwise", None):
         return None
-    start, gradients = _examples(device)
+    start, gradients = _examples(device, _MATRIX)
     try:
         together = _steps(make, start, gradients)
         alone = [
@@ -126,10 +131,21 @@ def refuse_whole(where: str, name: str, reason: str) -> ValueError:
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def _examples(device: torch.device | str) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Two matrices, and their gradients in three steps."""
+_MATRIX = (4, 6)
+_SHAPES = {
+    _MATRIX: "matrix",
+    (260, 258): "large matrix",
+    (24,): "vector",
+    (4, 3, 3, 3): "convolution's weight",
+}
+
+
+def _examples(
+    device: torch.device | str, shape: tuple[int, ...]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Two tensors, and their gradients in three steps."""
     generator = torch.Generator().manual_seed(0)
-    made = [[torch.randn(4, 6, generator=generator).to(device) for _ in "ab"] for _ in range(4)]
+    made = [[torch.randn(shape, generator=generator).to(device) for _ in "ab"] for _ in range(4)]
     return made[0], made[1:]
 
 

@@ -30,6 +30,19 @@ from minidist.errors import named_rank
 from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows
 from minidist.parallel.zero.partition import Piece, by_element, everywhere
 from minidist.precision.clip import note_shard_group, note_whole
+from minidist.unsupported import Unsupported
+
+HOOKS = Unsupported(
+    "Zero3",
+    "hooks on parameters (register_hook, register_post_accumulate_grad_hook, those of a DDP)",
+    instead="change the gradients of the pieces after backward, or put hooks on modules",
+)
+
+
+def has_hooks(param: Tensor) -> bool:
+    """Whether something wants to hear of this parameter's gradient."""
+    late = getattr(param, "_post_accumulate_grad_hooks", None)
+    return bool(param._backward_hooks) or bool(late)
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,11 @@ class FlatShard:
                     f"the shard's memory, {self.shard.dtype} on {self.shard.device}, got "
                     f"{piece.dtype} on {piece.device} on {named_rank()}; convert the model before "
                     "Zero3(model)"
+                )
+            if has_hooks(piece):
+                raise HOOKS.error(
+                    f"{type(slots[0].module).__name__}.{slots[0].name} has a hook, which no "
+                    f"gradient would reach, on {named_rank()}"
                 )
 
     def wait(self) -> None:

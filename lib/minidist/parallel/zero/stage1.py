@@ -47,7 +47,7 @@ from minidist.parallel.zero.state import (
     merge_optimizer_parts,
     pack_optimizer_state,
 )
-from minidist.precision.clip import clip_by_global_norm
+from minidist.precision.clip import clip_by_global_norm, refuse_pieces
 from minidist.unsupported import Unsupported
 
 TOGETHER = Unsupported(
@@ -107,10 +107,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_inner = partial(optimizer_class, **kwargs)
         # It has the same groups as this optimiser, but each holds only this rank's part (maybe
         # nothing).
-        self.inner = self._make_inner([{"params": []}])
-        self.inner.param_groups.clear()
-        self._check_kind(type(self.inner).__name__, params)
         self.group = group_or_world(group)
+        self.inner = self._try(lambda: self._make_inner([{"params": []}]))
+        self.inner.param_groups.clear()
+        self._try(lambda: self._check_kind(type(self.inner).__name__, params))
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.average_gradients = average_gradients
@@ -122,6 +122,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._handed_over = False
         super().__init__(params, self.inner.defaults)
         self.state = self.inner.state
+
+    def _try(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns; if it fails on any rank, an error on all ranks."""
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            raise_on_all(problem, self.group, type(self).__name__)
+        except ValueError as told:
+            raise (told if error is None else error) from None
+        return made
 
     def _check_kind(self, name: str, params: list[Any]) -> None:
         reason = why_not_per_parameter(self._make_inner, device_of(params))
@@ -151,6 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": listed})
         added = self.param_groups[-1]
         before = sum(len(group["params"]) for group in self.param_groups[:-1])
+        refuse_pieces(map(self._form, added["params"]), type(self).__name__)
         named = [(f"parameter {before + i}", self._form(p)) for i, p in enumerate(added["params"])]
         check_same_tensors(named, self.group)
         if self._averages:
@@ -225,6 +240,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_unchanged(self) -> None:
         """Raises ValueError if parameters are no longer of the dtype and device of their bucket."""
+        known = {id(param) for bucket in self.buckets for param in bucket.params}
+        strangers = sum(id(p) not in known for group in self.param_groups for p in group["params"])
+        if strangers:
+            raise ValueError(
+                f"{type(self).__name__}: {strangers} parameters of param_groups were put there "
+                f"since the optimizer was made, and no rank owns them ({named_rank()}); use "
+                "add_param_group, or make the optimizer again"
+            )
         for bucket in self.buckets:
             for param in bucket.params:
                 wire = bucket.gradients

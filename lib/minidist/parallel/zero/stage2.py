@@ -38,11 +38,19 @@ from torch import Tensor
 
 from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.replicas import raise_on_all
+from minidist.errors import named_rank
 from minidist.parallel.zero.buckets import ShardedBucket, elements_of
 from minidist.parallel.zero.elementwise import refuse_whole, why_not_elementwise
 from minidist.parallel.zero.exchange import GradientBucket
 from minidist.parallel.zero.partition import Layout, Piece, by_element
 from minidist.parallel.zero.stage1 import ShardedOptimizer, device_of
+from minidist.unsupported import Unsupported
+
+TWICE = Unsupported(
+    "Zero2Optimizer",
+    "parameters that are used twice with reentrant checkpointing",
+    instead="use minidist.parallel.recompute, or checkpoint(..., use_reentrant=False)",
+)
 
 
 class Zero2Optimizer(ShardedOptimizer):
@@ -172,6 +180,12 @@ class Zero2Optimizer(ShardedOptimizer):
                 self._running = weakref.ref(end)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
             assert param.grad is not None
+            if self._sync and number < self._next:
+                raise TWICE.error(
+                    f"one of shape {tuple(param.shape)} got another gradient after its bucket was "
+                    f"sent on {named_rank()}",
+                    RuntimeError,
+                )
             self.buckets[number].gradients.add(index, param.grad)
             param.grad = None
             self._missing[number] -= 1

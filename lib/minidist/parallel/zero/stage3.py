@@ -10,6 +10,9 @@ Phases of a step, all started by hooks on the modules:
 4. after backward    freed; gradients are reduce-scattered while the next unit computes
 5. end of backward   each rank has added the mean of its elements to the `.grad` of its pieces
 
+A backward that makes a graph (create_graph=True, for a gradient penalty) frees nothing, and neither
+does the next one before its end: its graph needs the parameters again, in an order of its own.
+
 Example::
 
     model = GPT(config)
@@ -47,7 +50,7 @@ from minidist.parallel.zero.clip import clip_by_global_norm
 from minidist.parallel.zero.elementwise import check_step_of_pieces
 from minidist.parallel.zero.exchange import group_or_world
 from minidist.parallel.zero.finite import raise_if_not_finite
-from minidist.parallel.zero.flat import FlatShard
+from minidist.parallel.zero.flat import HOOKS, FlatShard, has_hooks
 from minidist.parallel.zero.hooks import backward_is_running, call_after_backward, cast
 from minidist.parallel.zero.materialise import materialise
 from minidist.parallel.zero.unit import (
@@ -57,6 +60,7 @@ from minidist.parallel.zero.unit import (
     share_random_state,
     take_values_of_rank0,
 )
+from minidist.precision.clip import refuse_pieces
 from minidist.unsupported import Unsupported
 
 COPIES = Unsupported(
@@ -129,19 +133,15 @@ class Zero3(StateDicts):
         # Validate.
         units = list(units)
         names = {module: name for name, module in model.named_modules()}
-        strangers = [type(unit).__name__ for unit in units if unit not in names]
-        if strangers:
-            raise ValueError(f"Zero3: units that are not modules of the model: {strangers}")
-        kept = _parameters_of(whole, model)
-        if prefetch < 0:
-            raise ValueError(f"Zero3: prefetch must not be negative, got {prefetch}")
-        if not any(True for _ in model.parameters()):
-            raise ValueError("Zero3: the model has no parameters")
         self.group = group_or_world(group)
-        check_same_tensors((*model.named_parameters(), *model.named_buffers()), self.group)
-        has_gradients = [n for n, p in model.named_parameters() if p.grad is not None]
-        problem = f"{has_gradients[:2]} have whole gradients" if has_gradients else None
-        raise_on_all(problem, self.group, "Zero3: call model.zero_grad() before sharding")
+        kept = {p for each in whole for p in _parameters_of(each)}
+        raise_on_all(_problem(model, units, kept, prefetch), self.group, "Zero3")
+        refuse_pieces(model.parameters(), "Zero3")
+        assigned = assign_parameters(model, units)
+        homes_of = {p: names[module] for module, params in assigned.items() for p in params}
+        homes_of |= dict.fromkeys(kept, "whole")
+        named = [(f"{n} (unit {homes_of[p]!r})", p) for n, p in model.named_parameters()]
+        check_same_tensors((*named, *model.named_buffers()), self.group)
         # Derive.
         self.model = model
         self.rank = dist.get_rank(self.group)
@@ -154,7 +154,6 @@ class Zero3(StateDicts):
             take_values_of_rank0(model, self.group, self.device)
         # Build. The first unit is the root's.
         self.units: list[Unit] = []
-        assigned = assign_parameters(model, units)
         homes: dict[nn.Parameter, tuple[FlatShard, int]] = {}
         stay = {p: params.pop(p) for params in assigned.values() for p in list(params) if p in kept}
         for module, params in assigned.items():
@@ -172,6 +171,9 @@ class Zero3(StateDicts):
         self._trail: list[Unit] = []  # units in the order of this forward
         self._last_trail: list[Unit] = []  # units in the order of the previous forward
         self._in_backward = False
+        self._makes_graph = False  # this backward has create_graph=True
+        self._held_at: list[int] | None = None  # pieces' versions while a graph needs all units
+        self._hears = False
         self._in_flight: list[FlatShard] = []
         for unit in self.units:
             unit.module.register_forward_pre_hook(
@@ -254,9 +256,11 @@ class Zero3(StateDicts):
     def _begin_forward(self) -> None:
         # Parameters that an earlier forward has left whole are out of date after a step of the
         # optimiser.
-        for unit in self.units:
-            if unit.state is not State.SHARDED or not unit.is_sharded:
-                unit.free()
+        if self._held_at is None or self._held_at != self._versions():
+            self._held_at = None
+            for unit in self.units:
+                if unit.state is not State.SHARDED or not unit.is_sharded:
+                    unit.free()
         for name, param in self.model.named_parameters():
             if param.requires_grad and param not in self._homes:
                 raise NEW_PARAMETERS.error(
@@ -264,7 +268,7 @@ class Zero3(StateDicts):
                     f"gradient on {named_rank()}"
                 )
         if self._in_backward:  # the last backward ended with an exception
-            self._in_backward = False
+            self._in_backward = self._makes_graph = False
             self._in_flight.clear()
             self.discard_gradients()
         self._last_trail, self._trail = self._trail, []
@@ -285,9 +289,9 @@ class Zero3(StateDicts):
     # -- backward ------------------------------------------------------------------------------
 
     def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._begin_backward()
+        if torch.is_grad_enabled() and not self._makes_graph:
+            self._hold()
         # 3. before backward
         if unit.state is not State.BACKWARD:
             unit.wait()
@@ -297,8 +301,26 @@ class Zero3(StateDicts):
                 for previous in reversed(self._trail[max(0, at - self.prefetch) : at]):
                     previous.gather()
 
+    def _begin_backward(self, _param: Tensor | None = None) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _hold(self) -> None:
+        """Keep all units until the end of the backward after this one."""
+        self._makes_graph, self._held_at = True, self._versions()
+        if not self._hears:  # the graph of a penalty need not pass through a unit's output
+            self._hears = True
+            for param in (p for flat in self.flats for p in flat.params if p.requires_grad):
+                param.register_post_accumulate_grad_hook(self._begin_backward)
+
+    def _versions(self) -> list[int]:
+        return [piece._version for flat in self.flats for piece in flat.pieces]
+
     def _after_backward(self, unit: Unit) -> None:
         unit.num_calls -= 1
+        if self._held_at is not None:
+            return
         if unit.num_calls <= 0 and unit.state is State.BACKWARD:
             self._reduce(unit)
 
@@ -306,7 +328,8 @@ class Zero3(StateDicts):
         # 4. after backward
         for flat in unit.flats:
             flat.collect()
-        unit.free()
+        if not self._makes_graph:
+            unit.free()
         unit.owes_gradients = not self._sync
         if self._sync:
             for flat in unit.flats:
@@ -325,12 +348,14 @@ class Zero3(StateDicts):
             is_due = self._sync and unit.owes_gradients  # the unit ran only in no_sync()
             if unit.state is State.BACKWARD or unit.has_gradients or is_due:
                 self._reduce(unit)
-            elif not unit.is_sharded:
+            elif not unit.is_sharded and not self._makes_graph:
                 unit.free()
             unit.num_calls = 0
         while self._in_flight:
             self._in_flight.pop(0).keep()
-        self._in_backward = False
+        if not self._makes_graph:
+            self._held_at = None
+        self._in_backward = self._makes_graph = False
 
     # -- for the training loop -----------------------------------------------------------------
 
@@ -406,16 +431,31 @@ class Zero3(StateDicts):
                 unit.free()
 
 
-def _parameters_of(
-    whole: Iterable[nn.Module | nn.Parameter], model: nn.Module
-) -> set[nn.Parameter]:
-    listed = [
-        p for each in whole for p in (each.parameters() if isinstance(each, nn.Module) else [each])
-    ]
-    foreign = len(set(listed) - set(model.parameters()))
-    if foreign:
-        raise ValueError(f"Zero3: {foreign} parameters of `whole` are not of the model")
-    return set(listed)
+def _parameters_of(each: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    return list(each.parameters()) if isinstance(each, nn.Module) else [each]
+
+
+def _problem(
+    model: nn.Module, units: list[nn.Module], kept: set[nn.Parameter], prefetch: int
+) -> str | None:
+    """What is wrong with the arguments on this rank."""
+    modules = set(model.modules())
+    strangers = [type(unit).__name__ for unit in units if unit not in modules]
+    if strangers:
+        return f"units that are not modules of the model: {strangers}"
+    if prefetch < 0:
+        return f"prefetch must not be negative, got {prefetch}"
+    if not any(True for _ in model.parameters()):
+        return "the model has no parameters"
+    if foreign := len(kept - set(model.parameters())):
+        return f"{foreign} parameters of `whole` are not of the model"
+    named = list(model.named_parameters())
+    if having := [n for n, p in named if p.grad is not None]:
+        return f"{having[:2]} have whole gradients; call model.zero_grad() before sharding"
+    if hooked := [n for n, p in named if has_hooks(p)]:
+        error = HOOKS.error(f"{hooked[:2]} have hooks, which no gradient would reach")
+        return str(error).removeprefix("Zero3: ")
+    return None
 
 
 def _choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
