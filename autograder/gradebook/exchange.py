@@ -100,26 +100,26 @@ class Exchange:
         of: dict[str, set[str]] = {}
         for name in new:
             of.setdefault(name.partition(f"+{lab}+")[0], set()).add(name)
-        if len(of) > _ONE_BY_ONE:
-            with contextlib.suppress(CourseError):
-                yield from self._collect(lab)
-                done |= new
-                return
-        for student, names in sorted(of.items()):
-            try:
-                if not may_be_id(student):
-                    raise CourseError("that is no name of a student")
-                only = f"--student={glob.escape(student)}"
-                yield from self._collect(lab, only)
-                done |= names
-            except CourseError as error:
-                yield f"{display_name(student)} cannot be collected: {_last_line(error)}"
+        with NbGrader(self.course) as nbgrader:
+            if len(of) > _ONE_BY_ONE:
+                with contextlib.suppress(CourseError):
+                    yield from self._collect(nbgrader, lab)
+                    done |= new
+                    return
+            for student, names in sorted(of.items()):
+                try:
+                    if not may_be_id(student):
+                        raise CourseError("that is no name of a student")
+                    only = f"--student={glob.escape(student)}"
+                    yield from self._collect(nbgrader, lab, only)
+                    done |= names
+                except CourseError as error:
+                    yield f"{display_name(student)} cannot be collected: {_last_line(error)}"
         self._failed[lab] = there - done, now + _AGAIN_S
 
-    def _collect(self, lab: str, *only: str) -> Iterator[str]:
+    def _collect(self, nbgrader: NbGrader, lab: str, *only: str) -> Iterator[str]:
         """Yields what nbgrader says of a submission that claims to be of somebody else."""
-        with NbGrader(self.course) as nbgrader:
-            said = nbgrader.run("collect", lab, "--update", *only)
+        said = nbgrader.run("collect", lab, "--update", *only)
         yield from (line.strip() for line in said.splitlines() if "cheating attempt" in line)
 
     def release(self, lab: str, students: Collection[str]) -> None:
