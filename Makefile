@@ -135,8 +135,7 @@ $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(VENV)/bin/python
 upgrade: $(VENV)/bin/python ## write the newest versions of all packages to versions.txt; then run make test-all
 	@rm -rf build/newest; $(BIN)/python -m venv build/newest
 	@build/newest/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[dev]'
-	@{ grep '^#' versions.txt; build/newest/bin/python -m pip freeze --exclude-editable \
-	  | grep -Eiv '^(torch|nvidia|triton|cuda|setuptools|pip)\b|@'; } >build/versions.txt
+	@{ grep '^#' versions.txt; build/newest/bin/python tests/helpers/pinned.py; } >build/versions.txt
 	@mv build/versions.txt versions.txt; rm -rf build/newest; git diff --stat -- versions.txt
 
 $(VENV)/bin/python:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from pinned import pin
 
 import minidist
 
@@ -25,9 +27,16 @@ def test_every_dependency_has_a_tested_version_that_pyproject_allows():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]])
     lines = (ROOT / "versions.txt").read_text().splitlines()
-    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
-    tested = {canonicalize_name(name): version for name, version in tested.items()}
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    tested = {canonicalize_name(each.name): str(each.specifier)[2:] for each in pins}
     assert len(tested) > 100
     for each in wanted:
         if each.name != "torch":  # of which builds differ
             assert each.specifier.contains(tested[canonicalize_name(each.name)]), each
+
+
+def test_the_oldest_python_can_have_what_is_pinned_for_it():
+    lines = (ROOT / "versions.txt").read_text().splitlines()
+    for each in distributions():
+        if f"{each.name}=={each.version}" in {line.partition(";")[0] for line in lines}:
+            assert pin(each) in lines, "make upgrade writes it"
