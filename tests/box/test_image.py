@@ -5,6 +5,7 @@ Whether they build can only be tried where there is an engine and a network; how
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -68,6 +69,19 @@ def test_no_key_gradebook_or_submission_gets_into_an_image(tmp_path):
 def test_the_definition_has_all_its_sections():
     sections = re.findall(r"^%(\w+)", APPTAINER, re.MULTILINE)
     assert sections == ["setup", "post", "environment", "runscript", "test"]
+
+
+def test_the_dev_container_has_the_images_packages_beside_the_checkout():
+    file = ROOT / ".devcontainer" / "devcontainer.json"
+    settings = json.loads(re.sub(r"^\s*//.*$", "", file.read_text(), flags=re.MULTILINE))
+    dockerfile = (file.parent / settings["build"]["dockerfile"]).resolve()
+    assert dockerfile == IMAGE / "Dockerfile"
+    assert (file.parent / settings["build"]["context"]).resolve() == ROOT
+    assert settings["workspaceFolder"] == "/course"
+    assert "target=/course," in settings["workspaceMount"]
+    assert any("target=/course/.venv," in mount for mount in settings["mounts"])
+    assert "python3 -m venv /course/.venv" in DOCKERFILE
+    assert f"--create-home --uid 1000 {settings['remoteUser']}" in DOCKERFILE
 
 
 def _section(name: str) -> str:
