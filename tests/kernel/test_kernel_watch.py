@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from minidist.kernel.hang import Place
+from minidist.kernel.inside import diagnose
 from minidist.kernel.watch import TELL_AFTER_S, Watch
 
 WAITS = Place("waiting", op="barrier", at="Cell In[2], line 1: dist.barrier()", mark=1)
@@ -58,3 +62,16 @@ def test_a_rank_that_has_finished_is_told_with_one_that_has_not(watch):
     for after_s in (0, TELL_AFTER_S):
         look(watch, {0: Place("finished"), 1: LOOPS}, after_s=after_s)
     assert watch.said[1] == "rank 0: finished the cell after 0 collectives"
+
+
+def test_a_function_of_a_library_is_named_by_what_the_cell_calls():
+    """Not by the line of the library's own file in which it waits."""
+    compiler = SimpleNamespace(format_code_name=lambda name: ("Cell", "In[2]") * (name == __file__))
+    asked, go = queue.Queue(), queue.Queue()
+    thread = threading.Thread(target=lambda: asked.put(go.get()))
+    thread.start()
+    while "wait" not in {frame.f_code.co_name for frame in diagnose._stack(thread)}:
+        time.sleep(0.01)
+    assert diagnose._called(diagnose._stack(thread), compiler) == "get()"
+    go.put(None)
+    thread.join(10)

@@ -200,6 +200,14 @@ def _cell_line(frames: list[FrameType], compiler: Any) -> dict[str, Any]:
     return {}
 
 
+def _called(frames: list[FrameType], compiler: Any) -> str:
+    """What the innermost frame of a cell has called: source of its own, or a function's name."""
+    inner = next((i for i, f in enumerate(frames) if _cell_line([f], compiler)), 0)
+    if inner:
+        return f"{frames[inner - 1].f_code.co_name}()"
+    return _call_source(frames[0]) or frames[0].f_code.co_name
+
+
 def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
     """What `thread`, the main thread, is doing now.
 
@@ -235,7 +243,7 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
     elif waits := program(frames, _call_source(frames[0])):
         answer.update(waits)
     elif letter == "S":
-        answer["doing"] = f"sleeps or waits in {_call_source(frames[0]) or trail[0][1]}"[:120]
+        answer["doing"] = f"sleeps or waits in {_called(frames, kernel.shell.compile)}"[:120]
     return answer
 
 
