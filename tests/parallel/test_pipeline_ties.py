@@ -6,6 +6,7 @@ The oracle is one process in float64 that sees the whole batch.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -228,6 +229,33 @@ def check_counts() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_counts_is_a_choice(world_size):
     run(world, world_size, check_counts, deadline_s=120)
+
+
+def check_other_means() -> None:
+    stage, schedule = nn.Linear(2, 2), one_f_one_b(1, 2)
+    weight = torch.ones(2)
+    for loss_fn, said in (
+        (nn.CrossEntropyLoss(ignore_index=0), "ignore_index=0"),
+        (nn.CrossEntropyLoss(weight=weight), "weight=tensor"),
+        (nn.NLLLoss(reduction="sum"), "reduction='sum'"),
+        (nn.MSELoss(reduction="sum"), "reduction='sum'"),
+        (partial(F.cross_entropy, ignore_index=-1, weight=weight), "ignore_index=-1, weight="),
+    ):
+        with pytest.raises(ValueError, match=rf"PipelineExecutor: the loss has {said}.*give count"):
+            PipelineExecutor(stage, schedule, loss_fn)
+        with pytest.raises(ValueError, match=rf"NativePipeline: the loss has {said}"):
+            NativePipeline(stage, "gpipe", 2, loss_fn)
+        PipelineExecutor(stage, schedule, loss_fn, count=lambda t: (t != 0).sum())
+    for loss_fn in (
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        partial(F.cross_entropy),
+        nn.L1Loss(),
+    ):
+        PipelineExecutor(stage, schedule, loss_fn)
+
+
+def test_losses_whose_mean_counts_otherwise_say_how():
+    run(world, 1, check_other_means)
 
 
 # ------------------------------------------------------------------------------------- refusals

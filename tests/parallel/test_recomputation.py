@@ -26,6 +26,7 @@ from minidist.parallel.context import (
     sum_gradients,
     unshard_sequence,
 )
+from minidist.parallel.data import convert_sync_batch_norm
 from minidist.parallel.pipeline import (
     PipeDreamExecutor,
     PipelineExecutor,
@@ -241,3 +242,27 @@ def test_recompute_keeps_names_and_evaluation():
     model.train()
     lm_loss(model(batch()[0]), batch()[1]).backward()
     assert len(calls) == 2 + 4
+
+
+def check_running_statistics() -> None:
+    rank = dist.get_rank()
+    for convert in (lambda net: net, convert_sync_batch_norm):
+        nets = []
+        for again in (False, True):
+            torch.manual_seed(0)
+            block = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(P), nn.Tanh())
+            net = convert(nn.Sequential(block, nn.Linear(4, 1))).double()
+            if again:
+                recompute(net[0])
+            for step in range(3):
+                torch.manual_seed(10 * step + rank)
+                net(torch.randn(6, 3, dtype=torch.double)).square().sum().backward()
+            nets.append(net)
+        plain, recomputed = nets
+        assert_close(recomputed.state_dict(), plain.state_dict(), rtol=0.0, atol=0.0)
+        for p, q in zip(plain.parameters(), recomputed.parameters(), strict=True):
+            assert_close(q.grad, p.grad)
+
+
+def test_running_statistics_are_updated_once():
+    run(world, 2, check_running_statistics)

@@ -33,7 +33,13 @@ from torch import Tensor, nn
 
 from minidist.errors import MismatchError
 from minidist.parallel.pipeline.backward import SplitBackward
-from minidist.parallel.pipeline.means import Count, count_targets, shares, zero_loss
+from minidist.parallel.pipeline.means import (
+    Count,
+    check_mean,
+    count_targets,
+    shares,
+    zero_loss,
+)
 from minidist.parallel.pipeline.p2p import Mailbox, TensorSpec, compare_specs, infer_specs
 from minidist.parallel.pipeline.program import Exchange, Message, make_program
 from minidist.parallel.pipeline.record import Run, StepResult, make_clock
@@ -61,7 +67,8 @@ class PipelineExecutor:
         record: keep the times of all actions. On CUDA this synchronises the device in every step.
 
     Raises:
-        ValueError: schedule, stages and group do not fit together.
+        ValueError: schedule, stages and group do not fit together; or the loss has an option by
+            which its mean does not count as the default `count`.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class PipelineExecutor:
         record: bool = False,
     ) -> None:
         # Validate: without communication.
+        check_mean(type(self).__name__, loss_fn, count)
         self.stages = [stages] if isinstance(stages, nn.Module) else list(stages)
         self.schedule, self.loss_fn, self.count = schedule, loss_fn, count
         self.group, self.record = group, record

@@ -10,9 +10,21 @@ count, such as sequences of different lengths, padded with -100.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from minidist.errors import named_rank
+from minidist.unsupported import Unsupported
+
+MEANS = Unsupported(
+    "PipelineExecutor, NativePipeline",
+    "losses that divide by something else than the targets that are not -100 (ignore_index, "
+    "weight, reduction) and do not say by what",
+    instead="give count, such as `lambda targets: (targets != 0).sum()` or "
+    "`lambda targets: weight[targets].sum()`",
+)
 
 Count = Callable[[Tensor], Tensor | float]
 
@@ -22,6 +34,25 @@ def count_targets(targets: Tensor) -> Tensor | float:
     if targets.is_floating_point() or targets.is_complex():
         return targets.numel()
     return (targets != -100).sum()
+
+
+def check_mean(where: str, loss_fn: Callable[..., Any], count: Count) -> None:
+    """Raise ValueError if the loss's own options say that its mean does not count as `count` does.
+
+    Options are those of a module such as nn.CrossEntropyLoss, or the keywords of a partial.
+    """
+    if count is not count_targets:
+        return
+    options = getattr(loss_fn, "keywords", None) or {
+        name: getattr(loss_fn, name, None) for name in ("ignore_index", "weight", "reduction")
+    }
+    other = {
+        "ignore_index": options.get("ignore_index") not in (None, -100),
+        "weight": options.get("weight") is not None,
+        "reduction": options.get("reduction") not in (None, "mean"),
+    }
+    if names := [f"{name}={options[name]!r}" for name, differs in other.items() if differs]:
+        raise MEANS.error(f"the loss has {', '.join(names)} on {named_rank()}", where=where)
 
 
 def shares(micro_targets: Sequence[Tensor], count: Count = count_targets) -> list[float]:

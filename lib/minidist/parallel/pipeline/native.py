@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from minidist.parallel.pipeline.means import Count, count_targets, zero_loss
+from minidist.parallel.pipeline.means import Count, check_mean, count_targets, zero_loss
 from minidist.parallel.pipeline.ties import Tie, find_ties, summed
 
 SINGLE = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}
@@ -63,6 +63,7 @@ class NativePipeline:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        check_mean("NativePipeline", loss_fn, count)
         chunks = [stages] if isinstance(stages, nn.Module) else list(stages)
         if schedule not in SINGLE | MULTI:
             raise ValueError(
