@@ -161,6 +161,17 @@ def test_a_whole_training_state_does_not_fit():
     assert not any(result["status"] == "ok" for result in answer["results"])
 
 
+@pytest.mark.parametrize(
+    ("text", "otherwise"),
+    [("rank 1 was ended by SIGSEGV", True), ("SIGABRT: what(): std::bad_alloc", False)],
+)
+def test_a_signal_alone_is_not_called_lack_of_memory_only(text, otherwise):
+    answer = {"results": [{"status": "died", "text": text}]}
+    findings = LAB["fsdp_limit"].findings(make_case(LAB, LAB["fsdp_limit"], [answer, {}, {}]))
+    assert "out of memory" in findings[0].message
+    assert ("still wrote into it" in findings[0].message) is otherwise
+
+
 def test_the_allowance_lies_between_what_is_sharded_and_what_is_not():
     unit = 1 / memory_limit.BLOCKS
     for copies in (2, 4):

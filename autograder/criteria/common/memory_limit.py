@@ -43,6 +43,9 @@ WHOLE = 1.2
 STEPS = {False: 2, True: 4}  # with AdamW?
 LR = 3e-3
 FACTOR = 0.98  # by which our own loop changes every shard, whatever its gradient is
+# By which `draw_uneven` multiplies the batch of each step: who limits the norm of gradients gets
+# another training.
+SPREAD = (1.0, 0.3, 0.8, 0.4)
 # In float32, losses are off by at most 1e-4. Without AdamW's weight decay they are off by 7e-4
 # after one step, because the gains of all blocks multiply.
 RTOL = 4e-4
@@ -119,6 +122,13 @@ def draw(source: Draw) -> list[Values]:
             shape = (STEPS[True], SAMPLES, WIDTH)
             values[f"{name}/{rank}"] = rng.normal(size=shape).astype(np.float32)
     return [values] + [{} for _ in range(source.world_size - 1)]
+
+
+def draw_uneven(source: Draw) -> list[Values]:
+    """Like `draw`, with larger numbers in some steps than in others."""
+    first, *rest = draw(source)
+    scale = np.array(SPREAD, dtype=np.float32)[:, None, None]
+    return [{k: v if k == "seed" else v * scale for k, v in first.items()}, *rest]
 
 
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
@@ -200,13 +210,13 @@ def run_limited(job: bytes, allowance: int) -> Values:
     try:
         train, subject, inputs = pickle.loads(job)
         _tell_rank(subject)
-        losses = train(subject, inputs)
+        result = train(subject, inputs)
     except BaseException as error:
         ballast.clear()
         text = f"{type(error).__name__}: {error}"
         status = "memory" if _NO_MEMORY.search(text) else "error"
         return {"status": status, "text": text[:600], "where": _students_line(error)}
-    return {"status": "ok", "losses": losses}
+    return {"status": "ok"} | (result if isinstance(result, dict) else {"losses": result})
 
 
 def _tell_rank(subject: Any) -> None:
@@ -304,12 +314,26 @@ def _train_with_class(fsdp_class: Any, inputs: Values) -> list[float]:
     return losses
 
 
-def _train_with_function(train_large: Any, inputs: Values) -> list[float]:
-    seed = inputs["seed"]
+def _train_with_function(train_large: Any, inputs: Values) -> Values:
+    """The losses; and in words which options of AdamW were not its defaults in some step."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    seed, changed = inputs["seed"], set()
+    usual = torch.optim.AdamW([torch.zeros(1)]).defaults
+
+    def note(optimizer: Any, *_: Any) -> None:
+        if isinstance(optimizer, torch.optim.AdamW):
+            for group in optimizer.param_groups:
+                changed.update(f"{k}={group[k]}" for k in _OPTIONS if group[k] != usual[k])
+
+    register_optimizer_step_pre_hook(note)
     losses = train_large(lambda: build(seed), _batches(inputs, with_adamw=True), LR)
     if not isinstance(losses, list | tuple):
         raise TypeError(f"train_large: expected a list of floats, got {type(losses).__name__}")
-    return [float(loss) for loss in losses]
+    return {"losses": [float(loss) for loss in losses], "changed": sorted(changed)}
+
+
+_OPTIONS = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
 # --- judge ---------------------------------------------------------------------------------------
@@ -350,7 +374,7 @@ def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
     if out_of_memory:
         yield Finding(
             f"out of memory: the budget is {budget}, and it was used up"
-            f"{_place(out_of_memory[0])}. {hint}"
+            f"{_place(out_of_memory[0])}.{_or_else(out_of_memory[0])} {hint}"
         )
         return
     if len(results) != case.world_size:
@@ -361,8 +385,27 @@ def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
         if result.get("status") != "ok":
             text = str(result.get("text"))[-600:]
             yield Finding(f"a process of the training failed: {text}{_place(result)}", rank)
+        elif changed := result.get("changed"):
+            why = f"AdamW ran with {str(changed)[:200]}, expected its defaults but for lr."
+            yield Finding(why, rank)
         elif wrong := _wrong_losses(case, rank, result.get("losses"), expected, copies):
             yield wrong
+
+
+def _or_else(result: Values) -> str:
+    """What else may have ended a process that a signal has ended; "" if it said why."""
+    if _NO_MEMORY.search(_short(result)):
+        return ""
+    return (
+        " Or memory was freed while an all-gather still wrote into it: the process was ended by a "
+        "signal, so it could not say."
+    )
+
+
+def _short(result: Values) -> str:
+    """A process's last words, without their middle: a search may take quadratic time."""
+    text = str(result.get("text"))
+    return text if len(text) <= 2 * _TEXT else text[:_TEXT] + text[-_TEXT:]
 
 
 def _place(result: Values) -> str:
@@ -414,9 +457,7 @@ def _first_loss(case: Case, ranks: Iterable[int], step: int = 0) -> float:
 
 def is_out_of_memory(result: dict[str, Any]) -> bool:
     """Whether a process ran out of memory; some of torch's threads can only abort in that case."""
-    text = str(result.get("text"))
-    if len(text) > 2 * _TEXT:
-        text = text[:_TEXT] + text[-_TEXT:]  # the search may take quadratic time
+    text = _short(result)
     aborted = any(s.name in text for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS))
     return (
         result.get("status") == "memory"

@@ -210,12 +210,13 @@ def _devices_of_autocast(amp_step: Any, inputs: Values) -> list[str]:
 
 
 class _Training:
-    """A wrapped model with its optimizer, whose steps are counted."""
+    """A wrapped model with its optimizer of two parameter groups, whose steps are counted."""
 
     def __init__(self, inputs: Values, context: Context) -> None:
         self.module = oracle.mlp(inputs).to(context.device)
         self.wrapped = wrap(self.module, context)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LR)
+        first, *rest = self.module.parameters()
+        self.optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=LR)
         self.num_steps, self.dtypes = 0, set()
         self.optimizer.register_step_pre_hook(self._count)
         self.module[0].register_forward_hook(self._note)

@@ -30,7 +30,7 @@ _after_sharding: dict[str, Any] = {
 }
 
 _scratch = partial(Criterion, task=_SCRATCH, world="emulated", plan=mark_steps, deadline_s=40.0)
-_limited = partial(Criterion, world="none", draw=limit.draw, deadline_s=limit.DEADLINE_S)
+_limited = partial(Criterion, world="none", deadline_s=limit.DEADLINE_S)
 _emulated = partial(
     Criterion, world="emulated", draw=emulated.draw, plan=emulated.plan, deadline_s=40.0
 )
@@ -86,7 +86,7 @@ LAB = Lab(
         ),
         _limited(
             name="fsdp_limit", title="units are freed, under a memory limit", task=_SCRATCH,
-            points=8, observe=limit.observe_class, judge=limit.judge_class,
+            points=8, draw=limit.draw, observe=limit.observe_class, judge=limit.judge_class,
         ),
         _units(
             name="fsdp_units", title="one all-gather, one reduce-scatter per unit", points=7,
@@ -115,7 +115,8 @@ LAB = Lab(
         ),
         _limited(
             name="fsdp_budget", title="trains what does not fit whole", task=_LARGE, points=8,
-            **_after_sharding, observe=limit.observe_function, judge=limit.judge_function,
+            **_after_sharding, draw=limit.draw_uneven, observe=limit.observe_function,
+            judge=limit.judge_function,
         ),
         _saving(
             name="fsdp_save", title="whole tensors, written by rank 0", points=6,

@@ -147,7 +147,7 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
     for name in _MEASURED:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if name == "half" else torch.float32
-        inner = b + (name == "uneven")
+        inner = a if name == "twins" else b + (name == "uneven")
         model = nn.Sequential(nn.Linear(a, inner), nn.Linear(inner, a)).to(device, dtype)
         if name == "frozen":
             model[0].requires_grad_(False)
@@ -200,7 +200,7 @@ def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) ->
         local = 4 * (mine * (a + 1) + a // world_size * (b + 2))
         return [local, local, 2 * local + counters]
     first, second = 4 * (a * b + b), 4 * (a * b + a)
-    total = first + second
+    total, twin = first + second, 4 * (a * a + a)
     table = {
         "before": [total, 0, 0],
         "whole": [total, total, 2 * total],
@@ -211,6 +211,7 @@ def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) ->
         "partly": [total, total, 2 * second],
         "groups": [total, total, 2 * total],
         "views": [total, total, 2 * total],
+        "twins": [2 * twin, 2 * twin, 4 * twin],
     }
     parameters, gradients, state = table[name]
     return [parameters, gradients, state + counters]
@@ -227,6 +228,7 @@ _MEASURED = {
     "frozen": "a model with a frozen layer (its gradients are None)",
     "groups": "a model whose optimizer has two groups",
     "views": "a model whose parameters are views of one flat tensor",
+    "twins": "a model with two layers of one shape",
 }
 
 

@@ -34,8 +34,10 @@ DECAY = 0.8  # factor of the learning rate after each step
 
 
 def draw_policies(draw: Draw) -> list[Values]:
-    """All combinations, in a random order."""
-    cases = [[d, m, o] for d in ("cpu", "cuda") for m in (False, True) for o in (False, True)]
+    """All combinations, in a random order; "xpu" stands for devices that are neither."""
+    cases = [
+        [d, m, o] for d in ("cpu", "cuda", "xpu") for m in (False, True) for o in (False, True)
+    ]
     order = draw.shared().permutation(len(cases))
     return [{"cases": [cases[i] for i in order]} for _ in range(draw.world_size)]
 

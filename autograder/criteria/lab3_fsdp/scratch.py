@@ -6,7 +6,7 @@ begin different collectives, an error says at once which.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import returned, told
+from autograder.criteria.common.answers import as_number, item_of, returned, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
 SIZES = (40, 64, 47, 23)
 BATCH = 5
+ONE_UNIT = ((2, 3), (1, 1))  # layers; the second one has fewer numbers than there are ranks
 CONTEXT, VOCABULARY = 7, 29
+PASSES = 4  # forward passes of `observe_forward`
 
 
 # --- the small transformer -----------------------------------------------------------------------
@@ -63,7 +65,7 @@ def _documents(rng: np.random.Generator) -> np.ndarray:
 
 def _more_arguments(inputs: Values, call: int) -> list[torch.Tensor]:
     """What the transformer gets beside the tokens: documents, in the second call."""
-    return [torch.from_numpy(inputs["documents"])] if call else []
+    return [torch.from_numpy(inputs["documents"])] if call == 1 else []
 
 
 def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -101,9 +103,10 @@ def draw_forward(draw: Draw) -> list[Values]:
 
 
 def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Logits of the transformer before and after a change of its shards; in eval mode, no_grad.
+    """Logits of the transformer before and after changes of its shards, in eval mode.
 
-    A unit that stays whole shows in the second pass: it does not have the values of then.
+    The first passes are under no_grad; the others build graphs that nobody goes backward through. A
+    unit that stays whole shows in the next pass: it does not have the values of then.
     """
     gpt = _gpt(inputs).to(context.device)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
@@ -111,12 +114,13 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
         if isinstance(module, nn.Module):
             module.eval()
     answer: Values = {}
-    for i in range(2):
-        tokens = torch.from_numpy(inputs[f"t{i}"]).to(context.device)
-        with torch.no_grad(), parts.naming_faults():
-            more = [t.to(context.device) for t in _more_arguments(inputs, i)]
+    for i in range(PASSES):
+        tokens = torch.from_numpy(inputs[f"t{i % 2}"]).to(context.device)
+        more = [t.to(context.device) for t in _more_arguments(inputs, i)]
+        with torch.set_grad_enabled(i >= PASSES // 2), parts.naming_faults():
             output = returned(fsdp(tokens[:, :-1], *more), "fsdp(x)")
             answer[f"o{i}"] = output.detach().cpu().numpy()
+        with torch.no_grad():
             for p in parts.local_parameters(fsdp):
                 p.mul_(inputs["factor"])
     return answer
@@ -125,13 +129,15 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
 def judge_forward(case: Case) -> Iterator[Finding]:
     """The logits equal those of the whole model with the current values of the shards."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        for i in range(2):
+        for i in range(PASSES):
             now = {k: v * inputs["factor"] ** i for k, v in inputs.items() if k[0] == "p"}
+            more = _more_arguments(inputs, i)
             with torch.no_grad():
-                tokens = torch.from_numpy(inputs[f"t{i}"])[:, :-1]
-                expected = _gpt(now, torch.float64)(tokens, *_more_arguments(inputs, i))
-            later = " after the shards have changed, for fsdp(tokens, documents)"
-            what = "the model's output" + (later if i else "")
+                tokens = torch.from_numpy(inputs[f"t{i % 2}"])[:, :-1]
+                expected = _gpt(now, torch.float64)(tokens, *more)
+            what = "the model's output" + " after the shards have changed" * (i > 0)
+            what += ", for fsdp(tokens, documents)" * bool(more)
+            what += ", without no_grad()" * (i >= PASSES // 2)
             hint = (
                 "Forward frees and gathers each unit each time, also in eval mode, and hands on "
                 "all its arguments: does it read the shards' values of now?"
@@ -150,10 +156,10 @@ def judge_forward(case: Case) -> Iterator[Finding]:
 # --- gradients -----------------------------------------------------------------------------------
 
 
-def _record(fsdp: Any) -> Values:
+def _record(shards: Sequence[torch.Tensor]) -> Values:
     """The values of each shard and, if it has one, its gradient."""
     answer: Values = {}
-    for i, p in enumerate(parts.local_parameters(fsdp)):
+    for i, p in enumerate(shards):
         answer[f"s{i}"] = parts.array_of(p)
         if p.grad is not None:
             answer[f"g{i}"] = parts.array_of(p.grad)
@@ -161,24 +167,28 @@ def _record(fsdp: Any) -> Values:
 
 
 def observe_gradients(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """One backward pass of the transformer."""
+    """One backward pass of the transformer.
+
+    Nothing of the student's is called after it: when backward() returns, all has to be there.
+    """
     gpt = _gpt(inputs).to(context.device)
     for name in list(gpt._modules)[::-1]:  # the order of the units is another than of the modules
         gpt._modules[name] = gpt._modules.pop(name)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
+    shards = parts.local_parameters(fsdp)
     tokens = torch.from_numpy(inputs["t0"]).to(context.device)
     with parts.naming_faults():
         _token_loss(fsdp, tokens).backward()
-    return _record(fsdp) | {"one": _of_one_unit(fsdp_class, context)}
+    return _record(shards) | {"one": [_of_one_unit(fsdp_class, context, s) for s in ONE_UNIT]}
 
 
-def _of_one_unit(fsdp_class: Any, context: Context) -> list[float]:
-    """The gradient's sum over this rank's shards, of a model that is one unit."""
-    model = nn.Sequential(nn.Linear(2, 3)).to(context.device)
+def _of_one_unit(fsdp_class: Any, context: Context, sizes: tuple[int, int]) -> float:
+    """The gradient's sum over this rank's shards, of a model that is one linear layer."""
+    model = nn.Sequential(nn.Linear(*sizes, bias=min(sizes) > 1)).to(context.device)
     fsdp = fsdp_class(model, list(model))
-    fsdp(torch.full((2, 2), 1.0 + context.rank, device=context.device)).sum().backward()
     shards = parts.local_parameters(fsdp)
-    return [float(parts.array_of(p.grad).sum()) for p in shards if p.grad is not None]
+    fsdp(torch.full((2, sizes[0]), 1.0 + context.rank, device=context.device)).sum().backward()
+    return sum(float(parts.array_of(p.grad).sum()) for p in shards if p.grad is not None)
 
 
 def judge_gradients(case: Case) -> list[Finding]:
@@ -189,23 +199,26 @@ def judge_gradients(case: Case) -> list[Finding]:
         _token_loss(gpt, torch.from_numpy(inputs["t0"])).backward()
         per_rank.append([oracle.grad_of(p) for p in gpt.parameters()])
     findings = _judge_gradients(case, names, per_rank)
-    # Each of the 6 weights has the sum of its inputs over 2 rows as gradient, each bias 2.
-    right = sum(6 * 2 * (1.0 + rank) + 3 * 2 for rank in range(case.world_size)) / case.world_size
-    one = [told(answer, "one") for answer in case.answers]
-    found = [g for got in one for g in (got if isinstance(got, list) else [])]
-    if not findings and abs(sum(found) - right) > 1e-3 * right:
-        findings.append(
-            Finding(
-                "a model that is a single unit: the gradients in the ranks' shards add up to "
-                f"{sum(found):.4g}, expected {right:.4g}. Is the first unit's reduce-scatter "
-                "waited for, also where it is the last one?"
+    for number, (width, height) in enumerate(ONE_UNIT):
+        # Each weight has the sum of its inputs over 2 rows as gradient, each bias 2.
+        weights, biases = width * height, height if min(width, height) > 1 else 0
+        mean = (case.world_size + 1) / 2  # of the ranks' inputs, 1 + rank
+        right = 2 * (weights * mean + biases)
+        one = [item_of(told(answer, "one"), number) for answer in case.answers]
+        found = sum(as_number(value) or 0.0 for value in one)
+        if not findings and abs(found - right) > 1e-3 * right:
+            findings.append(
+                Finding(
+                    f"a model that is a single unit of {weights + biases} numbers: the gradients "
+                    f"in the ranks' shards add up to {found:.4g}, expected {right:.4g}. Is the "
+                    "first unit's reduce-scatter waited for, also where it is the last one?"
+                )
             )
-        )
     return findings
 
 
 def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of each batch alone, and of both batches without zero_grad() between them.
+    """Gradients of each batch alone, and of three passes without zero_grad() between them.
 
     Whole gradients that stay are let go here: `fsdp_shards` judges that they stay.
     """
@@ -213,7 +226,7 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
     fsdp = fsdp_class(model, parts.linears(model))
     optimizer = torch.optim.SGD(parts.local_parameters(fsdp), lr=0.1)
     answer: Values = {}
-    for name, calls in (("first", (0,)), ("both", (0, 1)), ("second", (1,))):
+    for name, calls in (("first", (0,)), ("both", (0, 1, 1)), ("second", (1,))):
         optimizer.zero_grad()
         for call in calls:
             x, y = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
@@ -226,7 +239,7 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
 
 
 def judge_accumulate(case: Case) -> Iterator[Finding]:
-    """The gradients of both batches together are the sum of each batch's, shard by shard."""
+    """The gradients of all passes together are the sum of each pass's, shard by shard."""
     size = sum(v.size for v in oracle.parameters_of(case.inputs[0]))
     for rank, answer in enumerate(case.answers):
         keys = [k.removeprefix("both/") for k in answer if k.startswith("both/")]
@@ -247,16 +260,17 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
             got = parts.finite_floats(answer[f"both/{key}"], size)
             scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0))
             if got is None or got.shape != first.shape:
-                yield Finding("after two backward passes: not finite numbers.", rank)
+                yield Finding("after three backward passes: not finite numbers.", rank)
                 break
-            off = np.abs(got - first - second) > 1e-4 * scale
+            together = first + 2 * second
+            off = np.abs(got - together) > 1e-4 * scale
             if off.any():
                 why = "Is anything of earlier passes left over, or added twice?"
                 if np.allclose(got, second, rtol=1e-3, atol=1e-4 * scale):
-                    why = "That is the second one's alone: add to the shard's gradient."
+                    why = "That is the last one's alone: add to the shard's gradient."
                 yield Finding(
-                    f"after two backward passes without zero_grad(): expected "
-                    f"{(first + second)[off][0]:.6g}, the sum of both gradients, got "
+                    f"after three backward passes without zero_grad(): expected "
+                    f"{together[off][0]:.6g}, the sum of their gradients, got "
                     f"{got[off][0]:.6g}. {why}",
                     rank,
                 )
@@ -287,7 +301,8 @@ def _judge_gradients(
             if shard is None or grad is None or grad.shape != shard.shape:
                 findings.append(
                     Finding(
-                        "a shard has no gradient of its own shape, or one that is not finite.",
+                        "when backward() returns, a shard has no gradient of its own shape, or "
+                        "one that is not finite.",
                         rank,
                     )
                 )
