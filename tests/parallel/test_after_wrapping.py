@@ -27,6 +27,7 @@ from minidist.parallel.local_sgd import LocalSGD
 from minidist.parallel.zero import ShardedOptimizer, Zero2Optimizer, Zero3
 from minidist.parallel.zero.elementwise import why_not_elementwise, why_not_per_parameter
 from minidist.precision import MasterWeights
+from minidist.profile.memory import MemoryTracker
 
 WORLDS = [1, 2, 3, 4]
 STEPS = 3
@@ -534,6 +535,9 @@ def wrapped_twice():
     net = make()
     Zero3(net, [net[0]])
     net(data(rank, 0)).sum().backward()
+    with MemoryTracker(net, adam(net.parameters())) as tracker:  # it listens in its own way
+        net(data(rank, 0)).sum().backward()
+    assert tracker.peak_of("gradients") > 0
     net[0].weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(ValueError, match=rf"Linear\.weight has a hook, .* on {where}"):
         net(data(rank, 0))

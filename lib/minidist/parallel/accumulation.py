@@ -50,6 +50,7 @@ from torch import Tensor, nn
 
 from minidist.errors import named_rank
 from minidist.outputs import tensors_in
+from minidist.precision.clip import is_held_by_zero3
 from minidist.precision.training import unscale_clip_step
 
 T = TypeVar("T")
@@ -252,7 +253,7 @@ def _backward_of_nothing(
     outputs: list[Any] = []
     parameters = [p for p in model.parameters() if p.requires_grad]
     handles = [model.register_forward_hook(lambda _module, _args, output: outputs.append(output))]
-    handles += [p.register_hook(_without_nan) for p in parameters]
+    handles += [p.register_hook(_without_nan) for p in parameters if not is_held_by_zero3(p)]
     try:
         with autocast():
             loss = loss_fn(model, micro_batch)

@@ -63,6 +63,11 @@ def shard_group(tensors: Iterable[Tensor]) -> dist.ProcessGroup | None:
     return next((g for g in found if g is not None and dist.get_world_size(g) > 1), None)
 
 
+def is_held_by_zero3(tensor: Tensor) -> bool:
+    """Whether autograd gives gradients to another tensor than this parameter."""
+    return tensor in _groups or tensor in _whole
+
+
 def refuse_pieces(tensors: Iterable[Tensor], where: str) -> None:
     """Raise ValueError if ranks hold different elements, where something averages over ranks."""
     if shard_group(tensors) is not None:

@@ -46,6 +46,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minidist.precision.clip import is_held_by_zero3
+
 Category = Literal["parameters", "gradients", "optimizer", "activations", "other"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)  # a storage moves only towards the front
 
@@ -140,7 +142,7 @@ class MemoryTracker(TorchDispatchMode):
         self._claim_state()
         # Install hooks for the storages to come.
         for parameter in self._model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_held_by_zero3(parameter):
                 handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._undo.append(handle.remove)
         if self._optimizer is not None:
