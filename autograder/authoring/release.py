@@ -35,7 +35,7 @@ from autograder.course.course import Course, CourseError
 from autograder.course.course_toml import NAME
 from autograder.criteria import OURS, get_lab
 
-_COPIED = (
+COPIED = (
     *("pyproject.toml", "environment.yml", "versions.txt", "LICENSE", "nbgrader_config.py"),
     *(".dockerignore", ".devcontainer/devcontainer.json"),
 )
@@ -121,7 +121,7 @@ def _write(
                 folder / "notebooks" / path.name,
             )
     counts = {path.stem: _count(cells) for path, cells in lectures.items()}
-    for name in _COPIED:
+    for name in COPIED:
         _copy(course.root / name, (folder / name).parent)
     if (course.root / NAME).is_file():
         (folder / NAME).write_text(

@@ -121,11 +121,12 @@ def test_practice_counts_the_same_points(course):
 
 
 def test_students_get_the_points(course, tmp_path):
-    from autograder.authoring.release import write_release
+    from autograder.authoring.release import COPIED, write_release
 
     set_points(course)
-    for name in ("pyproject.toml", "environment.yml", "LICENSE", "Makefile"):
-        shutil.copy(ROOT / name, course.root)
+    (course.root / ".devcontainer").mkdir()
+    for name in {*COPIED, "Makefile"} - {"nbgrader_config.py"}:
+        shutil.copy(ROOT / name, course.root / name)
     for name in ("lib", "autograder"):
         (course.root / name).symlink_to(ROOT / name)
     write_release(course, tmp_path / "students", [LAB])
