@@ -1721,8 +1721,8 @@ display(
 #   [arXiv 2204.02311](https://arxiv.org/abs/2204.02311)
 # - *Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models*,
 #   [arXiv 2010.08679](https://arxiv.org/abs/2010.08679)
-# - John W. Young, *A first order approximation to the optimum checkpoint interval*, Communications
-#   of the ACM 17 (1974)
+# - John W. Young, *A first order approximation to the optimum checkpoint interval*,
+#   [Communications of the ACM 17 (1974)](https://doi.org/10.1145/361147.361115)
 # - PyTorch: [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html),
 #   [torch.distributed.checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
 #   and its [tutorial on async_save](https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html),

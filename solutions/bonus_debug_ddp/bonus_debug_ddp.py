@@ -1237,13 +1237,17 @@ check("debug_seed_dropout", build_model)
 #
 # ## Read next
 #
-# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv
-#   2006.15704. Why DDP averages gradients and not weights, and what it does about order.
-# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, arXiv 1706.02677.
-#   Its section on pitfalls is a list of bugs like these.
-# - Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740. Loss scaling, in order.
-# - Zhang et al., *OPT: Open Pre-trained Transformer Language Models*, arXiv 2205.01068. A log of
-#   what goes wrong in a long run, and how often one has to restart.
+# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, [arXiv
+#   2006.15704](https://arxiv.org/abs/2006.15704). Why DDP averages gradients and not weights, and
+#   what it does about order.
+# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, [arXiv
+#   1706.02677](https://arxiv.org/abs/1706.02677). Its section on pitfalls is a list of bugs like
+#   these.
+# - Micikevicius et al., *Mixed Precision Training*, [arXiv
+#   1710.03740](https://arxiv.org/abs/1710.03740). Loss scaling, in order.
+# - Zhang et al., *OPT: Open Pre-trained Transformer Language Models*, [arXiv
+#   2205.01068](https://arxiv.org/abs/2205.01068). A log of what goes wrong in a long run, and how
+#   often one has to restart.
 
 # %% tags=["script-only"]
 join_group()

@@ -1106,15 +1106,20 @@ check("elastic_preempted", "train_elastic.py")
 #
 # ## Read next
 #
-# - Thorpe et al., *Bamboo: Making Preemptible Instances Resilient for Affordable Training of Large
-#   DNNs*, arXiv 2204.12013. What it takes when machines leave every few minutes.
-# - Jang et al., *Oobleck: Resilient Distributed Training of Large Models Using Pipeline Templates*,
-#   arXiv 2309.08125. Going on without a restart, when pipelines lose stages.
-# - Athlur et al., *Varuna: Scalable, Low-cost Training of Massive Deep Learning Models*, arXiv
-#   2111.04007. Changing the number of workers, and keeping the global batch.
+# - Thorpe et al., *Bamboo: Making Preemptible Instances Resilient for Affordable Training of
+#   Large DNNs*, [arXiv 2204.12013](https://arxiv.org/abs/2204.12013). What it takes when machines
+#   leave every few minutes.
+# - Jang et al., *Oobleck: Resilient Distributed Training of Large Models Using Pipeline
+#   Templates*, [arXiv 2309.08125](https://arxiv.org/abs/2309.08125). Going on without a restart,
+#   when pipelines lose stages.
+# - Athlur et al., *Varuna: Scalable, Low-cost Training of Massive Deep Learning Models*, [arXiv
+#   2111.04007](https://arxiv.org/abs/2111.04007). Changing the number of workers, and keeping the
+#   global batch.
 # - Shukla et al., *Singularity: Planet-Scale, Preemptive and Elastic Scheduling of AI Workloads*,
-#   arXiv 2202.07848. The scheduler's side.
-# - In PyTorch: `torch.distributed.checkpoint`, which cuts sharded state anew as task 4 does.
+#   [arXiv 2202.07848](https://arxiv.org/abs/2202.07848). The scheduler's side.
+# - In PyTorch:
+#   [torch.distributed.checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html),
+#   which cuts sharded state anew as task 4 does.
 
 # %% tags=["script-only"]
 dist.barrier()

@@ -966,12 +966,14 @@ check("pipe_bytes", (pipeline_bytes, data_parallel_bytes))
 # ## Read next
 #
 # - Y. Huang et al., *GPipe: efficient training of giant neural networks using pipeline
-#   parallelism*, arXiv 1811.06965.
-# - D. Narayanan et al., *Memory-efficient pipeline-parallel DNN training*, arXiv 2006.09503. 1F1B
-#   with a flush, as you have written it.
+#   parallelism*, [arXiv 1811.06965](https://arxiv.org/abs/1811.06965).
+# - D. Narayanan et al., *Memory-efficient pipeline-parallel DNN training*, [arXiv
+#   2006.09503](https://arxiv.org/abs/2006.09503). 1F1B with a flush, as you have written it.
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using
-#   Megatron-LM*, arXiv 2104.04473. Interleaving, and the bubble as a ratio.
-# - P. Qi et al., *Zero bubble pipeline parallelism*, arXiv 2401.10241.
+#   Megatron-LM*, [arXiv 2104.04473](https://arxiv.org/abs/2104.04473). Interleaving, and the
+#   bubble as a ratio.
+# - P. Qi et al., *Zero bubble pipeline parallelism*, [arXiv
+#   2401.10241](https://arxiv.org/abs/2401.10241).
 # - In this repository: lecture 7, and `lib/minidist/parallel/pipeline/`.
 
 # %% tags=["script-only"]

@@ -917,11 +917,13 @@ with demo("all tasks"):
 # ## Read next
 #
 # - T. Vogels, S. P. Karimireddy, M. Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for
-#   Distributed Optimization*, arXiv 1905.13727. Algorithms 1 and 2 are tasks 3 and 6.
+#   Distributed Optimization*, [arXiv 1905.13727](https://arxiv.org/abs/1905.13727). Algorithms 1
+#   and 2 are tasks 3 and 6.
 # - S. P. Karimireddy and others, *Error Feedback Fixes SignSGD and other Gradient Compression
-#   Schemes*, arXiv 1901.09847.
-# - S. Agarwal and others, *On the Utility of Gradient Compression in Distributed Training Systems*,
-#   arXiv 2103.00543. When it pays, measured; often it does not.
+#   Schemes*, [arXiv 1901.09847](https://arxiv.org/abs/1901.09847).
+# - S. Agarwal and others, *On the Utility of Gradient Compression in Distributed Training
+#   Systems*, [arXiv 2103.00543](https://arxiv.org/abs/2103.00543). When it pays, measured; often
+#   it does not.
 # - In this repository: lecture 4, and `lib/minidist/parallel/compression/powersgd.py`.
 
 # %% tags=["script-only"]

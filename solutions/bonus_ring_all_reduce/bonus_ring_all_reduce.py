@@ -646,12 +646,13 @@ check("ring_hook", ring_hook)
 #
 # ## Read next
 #
-# - P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-#   Journal of Parallel and Distributed Computing 69 (2009). The proof of task 4.
-# - R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
-#   MPICH", IJHPCA 19 (2005). Which algorithm for which size.
+# - P. Patarasuk, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*,
+#   [JPDC 69 (2009)](https://doi.org/10.1016/j.jpdc.2008.09.002). The proof of task 4.
+# - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of Collective Communication Operations in
+#   MPICH*, [IJHPCA 19 (2005)](https://doi.org/10.1177/1094342005051521). Which algorithm for which
+#   size.
 # - A. Sergeev, M. Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*,
-#   arXiv 1802.05799. The ring comes to deep learning.
+#   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799). The ring comes to deep learning.
 # - In this repository: lecture 2, and `lib/minidist/collectives/ring.py`.
 
 # %% tags=["script-only"]

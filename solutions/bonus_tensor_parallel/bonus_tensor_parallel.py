@@ -1281,13 +1281,14 @@ check("btp_paper", (tensor_parallel_bytes, data_parallel_bytes))
 # ## Read next
 #
 # - M. Shoeybi and others, *Megatron-LM: Training Multi-Billion Parameter Language Models Using
-#   Model Parallelism*, arXiv 1909.08053. Section 3 is tasks 1 to 4 and 7, its appendix on random
-#   numbers task 5.
+#   Model Parallelism*, [arXiv 1909.08053](https://arxiv.org/abs/1909.08053). Section 3 is tasks 1
+#   to 4 and 7, its appendix on random numbers task 5.
 # - V. Korthikanti and others, *Reducing Activation Recomputation in Large Transformer Models*,
-#   arXiv 2205.05198. Section 4 is task 8.
+#   [arXiv 2205.05198](https://arxiv.org/abs/2205.05198). Section 4 is task 8.
 # - D. Narayanan and others, *Efficient Large-Scale Language Model Training on GPU Clusters Using
-#   Megatron-LM*, arXiv 2104.04473. What to combine it with.
-# - Y. Xu and others, *GSPMD*, arXiv 2105.04663. A compiler that finds f and g by itself.
+#   Megatron-LM*, [arXiv 2104.04473](https://arxiv.org/abs/2104.04473). What to combine it with.
+# - Y. Xu and others, *GSPMD*, [arXiv 2105.04663](https://arxiv.org/abs/2105.04663). A compiler
+#   that finds f and g by itself.
 # - In this repository: lecture 8, and `lib/minidist/parallel/tensor/`.
 
 # %% tags=["script-only"]

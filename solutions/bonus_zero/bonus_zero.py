@@ -1018,13 +1018,15 @@ with demo("all tasks"):
 # ## Read next
 #
 # - S. Rajbhandari, J. Rasley, O. Ruwase, Y. He, *ZeRO: Memory Optimizations Toward Training
-#   Trillion Parameter Models*, arXiv 1910.02054. Sections 5 and 7 are tasks 4, 5 and 7.
+#   Trillion Parameter Models*, [arXiv 1910.02054](https://arxiv.org/abs/1910.02054). Sections 5
+#   and 7 are tasks 4, 5 and 7.
 # - S. Rajbhandari and others, *ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-#   Learning*, arXiv 2104.07857.
-# - Y. Zhao and others, *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, arXiv
-#   2304.11277.
-# - Y. Xu and others, *Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training*,
-#   arXiv 2004.13336. The same idea, found by a compiler.
+#   Learning*, [arXiv 2104.07857](https://arxiv.org/abs/2104.07857).
+# - Y. Zhao and others, *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, [arXiv
+#   2304.11277](https://arxiv.org/abs/2304.11277).
+# - Y. Xu and others, *Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
+#   Training*, [arXiv 2004.13336](https://arxiv.org/abs/2004.13336). The same idea, found by a
+#   compiler.
 # - In this repository: lab 3, and `lib/minidist/parallel/zero/`.
 
 # %% tags=["script-only"]

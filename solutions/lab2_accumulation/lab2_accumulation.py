@@ -1157,15 +1157,18 @@ check("accum_convergence", compare_convergence)
 #
 # ## Read next
 #
-# - Ott et al., *Scaling Neural Machine Translation*, arXiv 1806.00187. Accumulation used to hide
-#   slow networks and uneven sentence lengths, with half precision.
-# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv
-#   2006.15704. Where `no_sync` comes from, with measurements.
-# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, arXiv 1706.02677.
-#   The linear rule, warm-up, and a section on pitfalls that you now know.
-# - McCandlish et al., *An Empirical Model of Large-Batch Training*, arXiv 1812.06162. How large a
-#   batch is still worth it.
-# - Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740. Why the loss is scaled.
+# - Ott et al., *Scaling Neural Machine Translation*, [arXiv
+#   1806.00187](https://arxiv.org/abs/1806.00187). Accumulation used to hide slow networks and
+#   uneven sentence lengths, with half precision.
+# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, [arXiv
+#   2006.15704](https://arxiv.org/abs/2006.15704). Where `no_sync` comes from, with measurements.
+# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, [arXiv
+#   1706.02677](https://arxiv.org/abs/1706.02677). The linear rule, warm-up, and a section on
+#   pitfalls that you now know.
+# - McCandlish et al., *An Empirical Model of Large-Batch Training*, [arXiv
+#   1812.06162](https://arxiv.org/abs/1812.06162). How large a batch is still worth it.
+# - Micikevicius et al., *Mixed Precision Training*, [arXiv
+#   1710.03740](https://arxiv.org/abs/1710.03740). Why the loss is scaled.
 
 # %% tags=["script-only"]
 dist.barrier()

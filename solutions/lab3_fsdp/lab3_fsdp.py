@@ -1221,12 +1221,15 @@ check("fsdp_gpu_memory", FSDP)
 # ## Read next
 #
 # - Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
-#   arXiv 1910.02054. The three stages, with the formula of task 1.
-# - Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*,
-#   arXiv 2304.11277. What it takes to make task 3 fast: flat parameters, prefetch, rate limits.
-# - Rajbhandari et al., *ZeRO-Infinity*, arXiv 2104.07857. Offloading to CPU memory and to disks.
-# - Liang et al., *TorchTitan*, arXiv 2410.06511. `fully_shard` beside other parallelisms in one
-#   training code.
+#   [arXiv 1910.02054](https://arxiv.org/abs/1910.02054). The three stages, with the formula of
+#   task 1.
+# - Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, [arXiv
+#   2304.11277](https://arxiv.org/abs/2304.11277). What it takes to make task 3 fast: flat
+#   parameters, prefetch, rate limits.
+# - Rajbhandari et al., *ZeRO-Infinity*, [arXiv 2104.07857](https://arxiv.org/abs/2104.07857).
+#   Offloading to CPU memory and to disks.
+# - Liang et al., *TorchTitan*, [arXiv 2410.06511](https://arxiv.org/abs/2410.06511).
+#   `fully_shard` beside other parallelisms in one training code.
 
 # %% tags=["script-only"]
 dist.barrier()

@@ -1178,13 +1178,16 @@ check("amp_gpu_memory", train_amp)
 #
 # ## Read next
 #
-# - Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740. Where loss scaling and master
-#   weights come from.
-# - Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training*, arXiv 1905.12322. Why range
-#   beats precision.
-# - Zamirai et al., *Revisiting BFloat16 Training*, arXiv 2010.06192. Training without fp32 copies:
-#   stochastic rounding and Kahan summation.
-# - Micikevicius et al., *FP8 Formats for Deep Learning*, arXiv 2209.05433. The next step down.
+# - Micikevicius et al., *Mixed Precision Training*, [arXiv
+#   1710.03740](https://arxiv.org/abs/1710.03740). Where loss scaling and master weights come
+#   from.
+# - Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training*, [arXiv
+#   1905.12322](https://arxiv.org/abs/1905.12322). Why range beats precision.
+# - Zamirai et al., *Revisiting BFloat16 Training*, [arXiv
+#   2010.06192](https://arxiv.org/abs/2010.06192). Training without fp32 copies: stochastic
+#   rounding and Kahan summation.
+# - Micikevicius et al., *FP8 Formats for Deep Learning*, [arXiv
+#   2209.05433](https://arxiv.org/abs/2209.05433). The next step down.
 
 # %% tags=["script-only"]
 dist.barrier()

@@ -1519,16 +1519,19 @@ check("prof_gpu_efficiency", GradientBuckets)
 #
 # ## Read next
 #
-# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv
-#   2006.15704. Bucket sizes measured, on two networks.
-# - Jiang et al., *MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs*, arXiv
-#   2402.15627. Stragglers, data loading and diagnosis on a real cluster.
-# - Chowdhery et al., *PaLM: Scaling Language Modeling with Pathways*, arXiv 2204.02311. Where model
-#   FLOPs utilisation comes from (appendix B).
-# - Mohan et al., *Analyzing and Mitigating Data Stalls in DNN Training*, arXiv 2007.06775. How much
-#   training waits for data, and why.
-# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, arXiv 1706.02677.
-#   What a larger batch needs to be worth its speed.
+# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, [arXiv
+#   2006.15704](https://arxiv.org/abs/2006.15704). Bucket sizes measured, on two networks.
+# - Jiang et al., *MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs*,
+#   [arXiv 2402.15627](https://arxiv.org/abs/2402.15627). Stragglers, data loading and diagnosis
+#   on a real cluster.
+# - Chowdhery et al., *PaLM: Scaling Language Modeling with Pathways*, [arXiv
+#   2204.02311](https://arxiv.org/abs/2204.02311). Where model FLOPs utilisation comes from
+#   (appendix B).
+# - Mohan et al., *Analyzing and Mitigating Data Stalls in DNN Training*, [arXiv
+#   2007.06775](https://arxiv.org/abs/2007.06775). How much training waits for data, and why.
+# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, [arXiv
+#   1706.02677](https://arxiv.org/abs/1706.02677). What a larger batch needs to be worth its
+#   speed.
 
 # %% tags=["script-only"]
 dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -564,3 +565,15 @@ def test_generated_files_of_this_course_are_fresh():
         timeout=240,
     )
     assert done.returncode == 0, f"run 'make build':\n{done.stdout}{done.stderr}"
+
+
+TEXTS = [*(ROOT / "notebooks").glob("[0-9]*.ipynb"), *(ROOT / "solutions").glob("*/*.ipynb")]
+PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_every_paper_that_a_text_names_is_a_link(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            plain = re.sub(r"\[[^\]]*\]\([^)]*\)", "", cell.source)
+            assert not PAPER.findall(plain), cell.source[:100]
