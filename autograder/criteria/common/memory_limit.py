@@ -324,7 +324,8 @@ def _train_with_function(train_large: Any, inputs: Values) -> Values:
     def note(optimizer: Any, *_: Any) -> None:
         if isinstance(optimizer, torch.optim.AdamW):
             for group in optimizer.param_groups:
-                changed.update(f"{k}={group[k]}" for k in _OPTIONS if group[k] != usual[k])
+                differ = (k for k in _OPTIONS if not np.array_equal(group[k], usual[k]))
+                changed.update(f"{k}={group[k]}" for k in differ)
 
     register_optimizer_step_pre_hook(note)
     losses = train_large(lambda: build(seed), _batches(inputs, with_adamw=True), LR)
