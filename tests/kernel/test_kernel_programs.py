@@ -81,7 +81,7 @@ def test_a_script_that_waits_for_other_ranks_is_told_and_can_be_interrupted(tmp_
                 kernel.manager.interrupt_kernel()
 
         reply = kernel.client.execute_interactive(
-            f"%%rank 0\n!MASTER_PORT={port} {sys.executable} {script}",
+            f"%%rank 0\n!MASTER_PORT={port} '{sys.executable}' '{script}'",
             timeout=90,
             output_hook=output,
         )
