@@ -29,7 +29,8 @@ from autograder.criteria.limits import MIB
 from autograder.submission.find import display_name
 from autograder.submission.strip import Stripper, TooBigError
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z|\\\Z)', re.DOTALL)
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_STRING = re.compile(rb'"[^"]*+"?')
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -174,7 +175,7 @@ def _parse(raw: bytes, limits: IntakeLimits) -> dict[str, Any]:
             f"the file is not UTF-8 text (byte {error.start}); save it again in JupyterLab"
         ) from None
     depth = deepest = containers = 0
-    for bracket in _BRACKET.finditer(_STRING.sub(b"", raw)):
+    for bracket in _BRACKET.finditer(_STRING.sub(b"", _ESCAPE.sub(b"", raw))):
         if bracket.group() in b"[{":
             depth += 1
             containers += 1

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 
 _NEXT = re.compile(rb'["\[\]{}]')
-_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+# Groups are repeated so many times at most and not possessively, which Python 3.11.4 gets wrong.
+_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,1000}', re.DOTALL)
 # Whole strings and all between them, for speed: outputs may have a million short ones.
-_NO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
+_NO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+){0,1000}"){0,1000}', re.DOTALL)
 _KEY = b"outputs"
 _IN_CELL = b"{[{"  # the brackets that are open in a cell
 
@@ -99,6 +100,8 @@ class Stripper:
         if at < len(piece) and piece[at : at + 1] == b'"':
             self._last, self._string = bytes(self._string), None
             return at + 1
+        if at < len(piece) - 1:  # more escapes than one match takes
+            return at
         self._escape = piece[at:]  # nothing, or a backslash
         return len(piece)
 

@@ -40,3 +40,11 @@ def test_the_oldest_python_can_have_what_is_pinned_for_it():
     for each in distributions():
         if f"{each.name}=={each.version}" in {line.partition(";")[0] for line in lines}:
             assert pin(each) in lines, "make upgrade writes it"
+
+
+def test_no_pattern_repeats_a_group_possessively():
+    """Python 3.11.0 to 3.11.4 match that wrongly (gh-106052): right notebooks were INVALID."""
+    for path in [*(ROOT / "autograder").rglob("*.py"), *(ROOT / "lib").rglob("*.py")]:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            found = re.search(r"r[bf]?['\"].*(\)[*+?}]\+|\(\?>)", line)
+            assert found is None, f"{path}:{number}: {line.strip()}"
