@@ -106,15 +106,8 @@ def test_jupyterlab_opens_with_the_course_and_leads_to_a_lab(course, tmp_path):
     if chromium is None:
         pytest.skip("chromium is not installed")
     list(set_out(course))
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    [page_address] = re.findall(r'--LabApp.default_url="([^"]*)"', makefile)
     with (
-        jupyter_lab(
-            course / "work",
-            tmp_path,
-            f"--LabApp.default_url={page_address}",
-            JUPYTER_CONFIG_PATH=str(SETTINGS),
-        ) as address,
+        jupyter_lab(course / "work", tmp_path, JUPYTER_CONFIG_PATH=str(SETTINGS)) as address,
         playwright.sync_playwright() as started,
     ):
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
