@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, NoReturn
 
 import argcomplete
 from rich.console import Console
@@ -80,5 +83,23 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def run() -> NoReturn:
+    """Runs one command and ends the process at once.
+
+    Python would take every module apart first. With torch and nbgrader loaded that is a second of
+    processor time, of which a user who grades one notebook waits for all.
+    """
+    code = main()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        sys.exit(code)  # Python says what could not be written
+    if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
+        sys.exit(code)  # Python waits for threads that still work
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

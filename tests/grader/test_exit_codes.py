@@ -127,3 +127,16 @@ def test_grade_ends_with_what_is_next(tmp_path, monkeypatch, capsys):
     assert main(["grade", "--no-gradebook", "--lab", LAB, folder]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "next: run the same command again, for whom our grader failed: ada"
+
+
+@pytest.mark.parametrize("thread", ["", "threading.Thread(target=lambda: time.sleep(0.2)).start()"])
+def test_a_command_s_end_leaves_nothing_out(thread):
+    code = f"""
+import atexit, sys, threading, time, autograder.__main__ as program
+atexit.register(print, "at the end")
+program.main = lambda: print("said", end="; ") or 3
+{thread}
+program.run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said; at the end\n", "")
