@@ -833,8 +833,8 @@ check("fsdp_budget", train_large)
 #   `torch.load(path)` can read all of it, so no `DTensor` is in there.
 # - Saving changes nothing: training goes on as if there had been none.
 # - `load_checkpoint` puts both back into a freshly made and sharded model and its fresh optimizer.
-#   Training then goes on as if it had never stopped, with the learning rates that the groups had.
-#   The file is there on rank 0 only: the others have another disk.
+#   Training then goes on as if it had never stopped, with the options that the groups had (learning
+#   rate, weight decay, betas). The file is there on rank 0 only: the others have another disk.
 #
 # <details><summary>Hint 1: saving</summary>
 #

@@ -27,7 +27,9 @@ BATCH, LR = 4, 0.02
 EPS = 1e-3
 BEFORE, AFTER = 3, 2
 DECAYS = 0.3  # weight decay
-DECAY = 0.8  # factor of the learning rate after each step
+# After each step, by which every group's option is multiplied: a fresh optimizer has other ones.
+SCHEDULE = {"lr": 0.8, "weight_decay": 0.9}
+FIRST_BETA = 0.9  # as a factor, too
 
 
 # --- policies ------------------------------------------------------------------------------------
@@ -164,13 +166,15 @@ def _train(
         oracle.mse(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        _lower_rates(optimizer)
+        _schedule(optimizer)
         model.seen += 1.0  # type: ignore[operator]  # as BatchNorm's buffers change
 
 
-def _lower_rates(optimizer: torch.optim.Optimizer) -> None:
+def _schedule(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
-        group["lr"] *= DECAY
+        group |= {name: group[name] * factor for name, factor in SCHEDULE.items()}
+        first, second = group["betas"]
+        group["betas"] = (first * FIRST_BETA, second)
 
 
 def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Values:
@@ -343,7 +347,7 @@ def judge_resume(case: Case) -> list[Finding]:
         for step, values in enumerate(expected):
             when = f"{step} steps after" if step else "after"
             hint = (
-                "What was loaded was right: is AdamW's state loaded, too, with its learning rate?"
+                "What was loaded was right: is AdamW's state loaded, with its groups' options?"
                 if step
                 else "Does every rank get its shards of what rank 0 has read?"
             )
@@ -381,7 +385,7 @@ def _oracle(case: Case, num_steps: int) -> tuple[list[np.ndarray], dict[str, np.
         optimizer.zero_grad()
         oracle.mse(model(x), y).backward()
         optimizer.step()
-        _lower_rates(optimizer)
+        _schedule(optimizer)
     seen = np.full(3, case.inputs[0]["p0"][0, 0].item() + num_steps)
     state = [optimizer.state[p] for p in model.parameters() if p.requires_grad]
     moments = {
