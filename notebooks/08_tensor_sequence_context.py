@@ -1199,11 +1199,11 @@ display(
 # %% [markdown]
 # ## 8 · Async tensor parallelism
 #
-# A data-parallel all-reduce hides behind the backward pass of other layers. Of the
-# messages of section 6 only some of the backward ones can hide, behind the gradients of the
-# weights. Forward none can: the product needs the gathered tokens, and the scatter needs the
-# product. But *one chunk* of the tokens needs only its own messages. So cut the tokens in chunks:
-# while one chunk is multiplied, the next one is gathered and the last one scattered.
+# A data-parallel all-reduce hides behind the backward pass of other layers. Of the messages of
+# section 6 only some backward ones hide, behind the gradients of the weights. Forward none can: the
+# product needs the gathered tokens, and the scatter needs the product. But *one chunk* of the
+# tokens needs only its own messages. So cut the tokens in chunks: while one chunk is multiplied,
+# the next one is gathered and the last one scattered.
 
 # %%
 # %%rank 0
