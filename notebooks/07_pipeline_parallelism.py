@@ -1348,8 +1348,8 @@ plot_lines(
 # gets stages 0 and 4. A micro-batch passes all ranks v times. A chunk takes 1/v of the time, so the
 # pipeline fills v times faster, and the bubble takes 1/v of the time. That is (p − 1)/(v·m + p − 1)
 # of the step ([arXiv 2104.04473](https://arxiv.org/abs/2104.04473)). Every boundary between chunks
-# is a message, though: p v − 1 instead of p − 1 each way. And with m = 2 p or more rank 0 holds
-# p + (p − 1)/v micro-batches instead of p: 5.5 instead of 4 with p = 4 and v = 2.
+# is a message per micro-batch, though: p v − 1 instead of p − 1 each way. And with m = 2 p or more
+# rank 0 holds p + (p − 1)/v micro-batches instead of p: 5.5 instead of 4 with p = 4 and v = 2.
 
 # %%
 # %%rank 0
@@ -2175,7 +2175,7 @@ display(
 # - With m micro-batches the bubble is (p − 1)/(m + p − 1) **of the step**. (p − 1)/m is the same
 #   idle time **compared with the ideal time**. Efficiency is m/(m + p − 1).
 # - GPipe and 1F1B have the same bubble. 1F1B holds min(p − r, m) micro-batches instead of m.
-# - Interleaving divides the bubble's time by v, and multiplies the messages by v or a little more.
+# - Interleaving divides the bubble's time by v, and multiplies the messages by v or more.
 # - Zero bubble splits backward into B and W; ZB-H1 has a third of the bubble for equal times.
 # - PipeDream has no flush. It needs a stash of p − r weight versions, and lives with gradients that
 #   are p − r − 1 updates old.
