@@ -1248,7 +1248,7 @@ display(
         "with stashing: largest difference of any weight from the formula, all ranks",
         max(e for e, _, _ in found[True]),
         ("<", 1e-9),
-        authority="arXiv 1806.03377, section 3.3",
+        authority="arXiv 1806.03377, on weight stashing",
     ),
     claim(
         "without stashing: the first rank's weights are elsewhere", found[False][0][0], (">", 1e-4)
@@ -1348,8 +1348,8 @@ plot_lines(
 # gets stages 0 and 4. A micro-batch passes all ranks v times. A chunk takes 1/v of the time, so the
 # pipeline fills v times faster, and the bubble takes 1/v of the time. That is (p − 1)/(v·m + p − 1)
 # of the step ([arXiv 2104.04473](https://arxiv.org/abs/2104.04473)). Every boundary between chunks
-# is a message, though, so there are about v times as many. And rank 0 holds p + (p − 1)/v
-# micro-batches instead of p: 5.5 instead of 4 with p = 4 and v = 2.
+# is a message per micro-batch, though: p v − 1 instead of p − 1 each way. And with m = 2 p or more
+# rank 0 holds p + (p − 1)/v micro-batches instead of p: 5.5 instead of 4 with p = 4 and v = 2.
 
 # %%
 # %%rank 0
@@ -1503,7 +1503,7 @@ claim(
 # weights.
 #
 # The paper publishes the times that its authors measured for a 1.5-billion-parameter model on 8
-# stages (its tables 3 to 5), and the bubble rates that follow. We give those times to our
+# stages (its table 9), and the bubble rates that follow (table 5). We give those times to our
 # simulator.
 
 # %%
@@ -1521,7 +1521,7 @@ def bubble_rate(schedule: Schedule, t_f: float, t_b: float, t_w: float, wire: fl
     return 1 - schedule.num_micro_batches * (t_f + t_b + t_w) / took
 
 
-paper = "Qi et al., arXiv 2401.10241, tables 3 to 5"
+paper = "Qi et al., arXiv 2401.10241, tables 4, 5 and 9"
 simulated = {"1F1B": [], "interleaved": [], "ZB-H1": []}
 for m, *times, in_1f1b, _, in_zb in PUBLISHED:
     simulated["1F1B"].append(bubble_rate(one_f_one_b(8, m), *times))
@@ -1563,8 +1563,9 @@ figure
 # %% [markdown]
 # 1F1B and ZB-H1 agree in all four published digits. The interleaved line comes within 5 %: the
 # paper cuts 22 layers and both ends of the model into 24 pieces, and we took 24 equal ones. Are
-# such rates worth anything on real GPUs? The paper measured throughput too: 11.8 samples per second
-# and GPU with 1F1B, 13.1 interleaved, and 12.9 with ZB-1p, whose memory is that of ZB-H1 (m = 24).
+# such rates worth anything on real GPUs? The paper measured throughput too (table 4): 11.8 samples
+# per second and GPU with 1F1B, 13.1 interleaved, and 12.9 with ZB-1p, whose memory is that of ZB-H1
+# (m = 24).
 
 # %%
 # %%rank 0
@@ -1630,10 +1631,11 @@ display(
 # paper measured 11 %.
 #
 # Spend twice the memory, put off the optimizer's global checks, and the bubble vanishes if F, B and
-# W take equally long (ZB-H2, same paper). ZB-V gets there with 1F1B's memory: each rank has two
-# chunks, one from the front half of the model and one from the back half, so that the pipeline
-# folds back like a V ([arXiv 2405.15362](https://arxiv.org/abs/2405.15362)). DeepSeek's DualPipe
-# feeds the pipeline from both ends ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)).
+# W take equally long (ZB-H2, same paper). ZB-V (its section 6) gets there with 1F1B's memory: each
+# rank has two chunks, one from the front half of the model and one from the back half, so that the
+# pipeline folds back like a V. Other V's need half of that memory
+# ([arXiv 2405.15362](https://arxiv.org/abs/2405.15362)). DeepSeek's DualPipe feeds the pipeline
+# from both ends ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)).
 
 # %% [markdown]
 # ## 8 · PyTorch's own pipelines, in exact time
@@ -2128,6 +2130,9 @@ def check(answer) -> str:
             return "Not written yet."
         if m < 1 or m % p:
             return f"{case}: {m} is no multiple of p."
+        m = int(m)
+        if m > 9 * p:  # enough for the smallest `idle`, 0.1
+            return f"{case}: m = {m} is larger than needed."
         if simulate(interleaved(p, m, v)).bubble_fraction > idle:
             return f"{case}: with m = {m} it is idle longer."
         if m > p and simulate(interleaved(p, m - p, v)).bubble_fraction <= idle:
@@ -2152,6 +2157,8 @@ display(
         lambda got: "larger than needed" in got,
     ),
     claim("m = p is too few", check(lambda p, v, idle: p), lambda got: "idle longer" in got),
+    claim("as a float", check(lambda *x: np.float64(one_answer(*x))), "Right, in all 20 cases."),
+    claim("10,000 p, at once", check(lambda p, v, idle: 10_000 * p), lambda got: "needed" in got),
 )
 
 # %% [markdown]
@@ -2168,7 +2175,7 @@ display(
 # - With m micro-batches the bubble is (p − 1)/(m + p − 1) **of the step**. (p − 1)/m is the same
 #   idle time **compared with the ideal time**. Efficiency is m/(m + p − 1).
 # - GPipe and 1F1B have the same bubble. 1F1B holds min(p − r, m) micro-batches instead of m.
-# - Interleaving divides the bubble's time by v, and multiplies the messages by about v.
+# - Interleaving divides the bubble's time by v, and multiplies the messages by v or more.
 # - Zero bubble splits backward into B and W; ZB-H1 has a third of the bubble for equal times.
 # - PipeDream has no flush. It needs a stash of p − r weight versions, and lives with gradients that
 #   are p − r − 1 updates old.
@@ -2193,7 +2200,8 @@ display(
 #
 # The bubble shrinks. Small micro-batches use the GPU less well, since matrix products get thin and
 # kernel launches weigh more; and there are twice as many messages, each with its latency. Under
-# GPipe memory stays the same (twice as many, half as large); under 1F1B it halves.
+# GPipe memory stays the same (twice as many, half as large); under 1F1B it halves, if m was at
+# least p.
 #
 # </details>
 #
@@ -2261,8 +2269,9 @@ display(
 #   [arXiv 2006.09503](https://arxiv.org/abs/2006.09503)
 # - *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM* (interleaving,
 #   the two bubbles), [arXiv 2104.04473](https://arxiv.org/abs/2104.04473)
-# - *Zero Bubble Pipeline Parallelism*, [arXiv 2401.10241](https://arxiv.org/abs/2401.10241), and
-#   *Pipeline Parallelism with Controllable Memory* (ZB-V),
+# - *Zero Bubble Pipeline Parallelism* (ZB-H1, ZB-H2, ZB-V),
+#   [arXiv 2401.10241](https://arxiv.org/abs/2401.10241), and
+#   *Pipeline Parallelism with Controllable Memory* (other V's),
 #   [arXiv 2405.15362](https://arxiv.org/abs/2405.15362)
 # - *PipeMare: Asynchronous Pipeline Parallel DNN Training* (what staleness does to stability),
 #   [arXiv 1910.05124](https://arxiv.org/abs/1910.05124)

@@ -696,11 +696,16 @@ explore(
 # of its weight needs. [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) keeps only the rank's
 # part and gathers once more in the backward pass, while it computes another gradient (section 4.2.2
 # of [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)). Our layers do so with
-# `TensorParallel(overlap=True)`. Then everything that a block keeps is divided by t.
+# `TensorParallel(overlap=True)`. Then everything that a block keeps is divided by t, and it sends a
+# quarter more.
 
 # %%
 # %%rank 0
 counts = logs["sequence"]
+large_calls = {
+    name: sum(calls.get("all_gather", 0) + calls.get("reduce_scatter", 0) for calls in logs[name])
+    for name in ("sequence", "sequence, again")
+}
 small = {"batch": 1, "num_tokens": 2048, "width": 1024, "itemsize": 2}
 sequence_traffic = block_traffic(**small, sequence_parallel=True)
 display(
@@ -731,6 +736,12 @@ display(
         logs["sequence, again"][1].get("all_gather", 0),
         4,
         authority=KORTHIKANTI,
+    ),
+    claim(
+        "large messages of a block, all of one size, with the inputs gathered again / without",
+        large_calls["sequence, again"] / large_calls["sequence"],
+        1.25,
+        rtol=1e-9,
     ),
     claim(
         "the block against the whole one, both ways",
@@ -920,7 +931,7 @@ change_guess
 torch_backend.register()
 counting = dist.new_group(backend="minidist")
 counted_mesh = dist.DeviceMesh.from_group(counting, "cpu", mesh_dim_names=("tp",))
-# On a CPU torch has no all-to-all; it says so, and gathers instead.
+# On a CPU DTensor takes no all-to-all; it warns, and gathers instead.
 logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 torch.manual_seed(3)
 matrix = torch.randn(8, 16, dtype=torch.float64)
@@ -1013,7 +1024,7 @@ display(
 
 # %% [markdown]
 # Going from copies to parts is free: each rank cuts its own copy. Going from one split to another
-# is an all-to-all on GPUs; on a CPU torch gathers everything and cuts. Nobody may ask for
+# is an all-to-all on GPUs; on a CPU DTensor gathers everything and cuts. `redistribute` refuses
 # `Partial`: it arises where a product is left unfinished.
 #
 # ### A block by plan
@@ -1188,10 +1199,11 @@ display(
 # %% [markdown]
 # ## 8 · Async tensor parallelism
 #
-# A data-parallel all-reduce hides behind the backward pass of other layers. The messages of section
-# 6 cannot: the product needs the gathered tokens, and the scatter needs the product. But *one
-# chunk* of the tokens needs only its own messages. So cut the tokens in chunks: while one chunk is
-# multiplied, the next one is gathered and the last one scattered.
+# A data-parallel all-reduce hides behind the backward pass of other layers. Of the messages of
+# section 6 only some backward ones hide, behind the gradients of the weights. Forward none can: the
+# product needs the gathered tokens, and the scatter needs the product. But *one chunk* of the
+# tokens needs only its own messages. So cut the tokens in chunks: while one chunk is multiplied,
+# the next one is gathered and the last one scattered.
 
 # %%
 # %%rank 0
@@ -1592,8 +1604,8 @@ explore(
 # matters, because in each step everybody waits for the slowest.
 #
 # Now on the four ranks: ring attention, and **Ulysses**, which exchanges tokens for heads instead.
-# An all-to-all gives each rank all tokens of h/n heads, ordinary attention follows, and another
-# all-to-all goes back.
+# An all-to-all gives each rank all tokens of a part of the heads, ordinary attention follows, and
+# another all-to-all goes back.
 
 # %%
 from minidist.parallel.context import (
@@ -1754,6 +1766,15 @@ hide_tokens = cost.A100.peak() / nvlink.bandwidth_bytes_per_s
 # A rank has two chunks: 4 pairs of chunks per step of the ring, less what the mask leaves out.
 share = {n: causal_work(n, "zigzag")[0] / (4 * n) for n in (4, 64)}
 on_32 = [sum(paper(**long, num_ranks=32)) for paper in (ring_bytes, ulysses_bytes)]
+few = long | {"num_heads": 4}  # 8 query heads to a key-value head
+
+
+def ring_over_ulysses(n: int, which: int) -> float:
+    """Bytes, forward (0) or backward (1): half of what Ulysses sends belongs to keys and values."""
+    wide, narrow = (ulysses_bytes(**sizes, num_ranks=n)[which] for sizes in (long, few))
+    return ring_bytes(**few, num_ranks=n)[which] / ((wide + narrow) / 2)
+
+
 display(
     ring_guess.reveal(on_32[0] / on_32[1]),
     claim(
@@ -1778,6 +1799,17 @@ display(
         "bytes, ring / Ulysses, on 32 ranks",
         on_32[0] / on_32[1],
         (">", 10.0),
+    ),
+    claim(
+        "8 query heads to a key-value head, 2 ranks: bytes of a ring / of Ulysses",
+        (ring_over_ulysses(2, 0) + ring_over_ulysses(2, 1)) / 2,
+        2 / 3,
+        rtol=1e-9,
+    ),
+    claim(
+        "... and forward, on 2, 4 and 8 ranks",
+        [ring_over_ulysses(n, 0) for n in (2, 4, 8)],
+        ("<", 1.0),
     ),
     claim(
         "tokens per rank from which a ring over NVLink hides behind attention, A100, at peak",
@@ -1809,6 +1841,10 @@ display(
 # tokens per rank on. With a causal mask and the zig-zag order half of each block is masked away,
 # and the bytes are the same: from **2F/B** on, about 2,080 tokens per rank for an A100 at its peak.
 #
+# Grouped queries favour the ring, since only keys and values travel on it. With 8 query heads to a
+# key-value head it hides from an eighth of these tokens on, and it sends less than Ulysses on two
+# ranks (forward, on up to eight).
+#
 # Which axis goes where? The messages of tensor parallelism are on the critical path in every layer:
 # **innermost**, on NVLink. A ring that hides may cross nodes. Data parallelism sends once per step:
 # outermost. Lecture 9 puts them together.
@@ -1817,7 +1853,8 @@ display(
 #
 # Write the zig-zag order: a function that gives the **positions of the tokens of one rank**, as a
 # list. The library's `positions` does it, too; do without. The cell after it tries your function on
-# twenty sequences: every token must be somewhere, once, and all ranks must have the same work.
+# twenty sequences: every token must be somewhere, once, all ranks must have the same work, and each
+# its two chunks.
 
 
 # %%
@@ -1832,13 +1869,16 @@ def check(answer) -> str:
     for case in range(20):
         n, num = 2 + case % 7, (1 + case // 4) * 2 * (2 + case % 7)
         found = [answer(r, n, num) for r in range(n)]
-        if None in found:
+        if any(tokens is None for tokens in found):
             return "Not written yet."
+        found = [sorted(int(t) for t in tokens) for tokens in found]
         if sorted(t for tokens in found for t in tokens) != list(range(num)):
             return f"{n} ranks, {num} tokens: a token is missing, or there twice."
         work = [sum(t + 1 for t in tokens) for tokens in found]
         if len(set(work)) > 1:
             return f"{n} ranks, {num} tokens: pairs per rank {work}."
+        if any(found[r] != positions(num, r, n, "zigzag").tolist() for r in range(n)):
+            return f"{n} ranks, {num} tokens: not the chunks r and {2 * n - 1} - r of {2 * n}."
     return "Right, in all 20 cases."
 
 
@@ -1852,10 +1892,17 @@ def in_turn(rank: int, num_ranks: int, num_tokens: int) -> list[int]:
     return list(range(rank, num_tokens, num_ranks))
 
 
+def to_and_fro(rank: int, num_ranks: int, num_tokens: int) -> list[int]:
+    places = rank, 2 * num_ranks - 1 - rank
+    return [t for t in range(num_tokens) if t % (2 * num_ranks) in places]
+
+
 print(check(my_tokens))
 display(
     claim("an early and a late chunk", check(one_answer), "Right, in all 20 cases."),
+    claim("as an array", check(lambda *x: np.array(one_answer(*x))), "Right, in all 20 cases."),
     claim("every n-th token: not quite", check(in_turn), lambda got: "pairs per rank" in got),
+    claim("to and fro: equal, without chunks", check(to_and_fro), lambda got: "chunks" in got),
 )
 
 # %% [markdown]
@@ -1876,16 +1923,16 @@ display(
 # - A row-parallel bias is replicated and added once, after the sum.
 # - A block sends four all-reduces of 2 b s h bytes per micro-batch, on the critical path.
 # - Sequence parallelism splits each all-reduce into reduce-scatter and all-gather: the same bytes.
-#   Activations are divided by t, if inputs are gathered again in the backward pass. Replicated
-#   parameters' gradients must be summed.
+#   Activations are divided by t, if inputs are gathered again in the backward pass, for a quarter
+#   more bytes. Replicated parameters' gradients must be summed.
 # - A DTensor is a local tensor, a mesh and a placement per mesh dimension. Partial → Replicate is
 #   an all-reduce, Partial → Shard a reduce-scatter, Shard → Replicate an all-gather; Replicate →
 #   Shard sends nothing.
 # - Async tensor parallelism cuts gather, product and scatter in chunks. One chunk's gather and
 #   scatter stay exposed. Latencies and launches grow with the chunks, and no cut hides more than
 #   the product lasts.
-# - Context parallelism: zig-zag order, positions, sum of gradients. A ring sends more and hides it;
-#   Ulysses sends less and needs heads that divide.
+# - Context parallelism: zig-zag order, positions, sum of gradients. A ring sends more, unless there
+#   are few key-value heads, and hides it; Ulysses needs heads that divide.
 #
 # ## Questions
 #

@@ -1,10 +1,10 @@
-"""Balance: without help a router sends most tokens to few experts, and the others learn nothing.
+"""Balance: without help a router prefers few experts, and the others learn little.
 
 - `balance_loss`: an auxiliary loss, added to the model's own with a small factor alpha. f_i is the
   share of all choices that falls on expert i, P_i its mean probability, and the loss is E times the
-  sum of f_i * P_i: 1 when the load is even. f_i has no gradient. The gradient of P_i is f_i, so the
-  fullest expert's probability is pushed down most. Too small an alpha does nothing; too large an
-  alpha disturbs what the model is trained for.
+  sum of f_i * P_i: 1 when the load is even. f_i has no gradient. That of P_i is proportional to
+  f_i, so the fullest expert's probability is pushed down most. Too small an alpha does nothing; too
+  large an alpha disturbs what the model is trained for.
 - `update_bias`: no loss. After each step the bias of an expert with more than the mean load goes
   down by `speed`, that of one with less goes up. Only choices change; no gradient is disturbed.
 

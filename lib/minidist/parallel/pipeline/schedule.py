@@ -196,8 +196,8 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
     """1F1B over v chunks per rank (arXiv 2104.04473, section 2.2).
 
     Micro-batches enter in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so
-    on. The bubble is v times smaller, but the ranks send v times as much. With one chunk this is
-    1F1B.
+    on. The bubble is v times smaller, but the ranks send v times as much or more. With one chunk
+    this is 1F1B.
 
     Raises:
         ValueError: m is not a multiple of p (for more than one chunk).
