@@ -645,7 +645,7 @@ check("pipe_time", run_pipeline)
 # Expected: GPipe takes 34.2 ms and idles 29.8 % of them, a little more than the formula's 27.3 %,
 # by the messages that the first and the last micro-batch wait for. 1F1B takes 36.2 ms and idles
 # 33.7 %: in its steady part each rank waits for an answer to what it has just sent, there and back.
-# Real systems hide that with one more forward in the warm-up, and keep one micro-batch more.
+# A rank with one more forward in its warm-up has work meanwhile, and keeps one micro-batch more.
 
 # %% [markdown]
 # ## Task 5 · Training
