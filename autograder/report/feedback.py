@@ -124,6 +124,11 @@ class Feedback:
         return [c for c in self.checks if c.status not in (*_LOST, Status.INVALID)]
 
     @property
+    def is_limited(self) -> bool:
+        """Whether a gate has reduced the points of checks that passed (`course.gates`)."""
+        return any(c.status == Status.PASS and (c.score or 0) < c.points for c in self.checks)
+
+    @property
     def waiting(self) -> int:
         """How many answers nobody has graded yet."""
         return sum(answer.given and answer.score is None for answer in self.answers)

@@ -129,6 +129,12 @@ def test_the_page_says_what_is_lost_and_why():
     assert "2 of 2" not in rest
 
 
+@pytest.mark.parametrize("points", [5, 2.67])
+def test_a_check_that_passed_with_fewer_points_says_why(points):
+    page = page_of([graded("setup", Status.PASS, points), graded("ddp_gradients", Status.WRONG, 0)])
+    assert ("count less, in proportion" in page) is (points < 5)
+
+
 def test_nothing_that_a_student_wrote_runs_or_hides():
     page = page_of(notebook())
     assert not re.search(r"<(script|iframe|object|form|link|base)\b", page)
