@@ -61,27 +61,19 @@ def hand_in(course: TestCourse, *students: str) -> None:
 
 
 class Grading:
-    """`autograder grade --executor slurm`, while a test does something to the cluster."""
+    """`autograder grade`, or `watch`, with Slurm, while a test does something to the cluster."""
 
-    def __init__(self, course: TestCourse, cluster: SlurmCluster) -> None:
+    def __init__(self, course: TestCourse, cluster: SlurmCluster, command: str = "grade") -> None:
         self.course, self.cluster = course, cluster
         self.log = course.root / "said.txt"
+        words = [command, str(course.root / "handed_in"), "--lab", LAB, "--executor", "slurm"]
+        if command == "grade":
+            words += ["--no-gradebook", "--json", str(course.root / "records.json")]
+        else:
+            words += ["--settle", "0.1", "--every", "0.5"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "autograder",
-                    "grade",
-                    str(course.root / "handed_in"),
-                    "--lab",
-                    LAB,
-                    "--executor",
-                    "slurm",
-                    "--no-gradebook",
-                    "--json",
-                    str(course.root / "records.json"),
-                ],
+                [sys.executable, "-m", "autograder", *words],
                 cwd=course.root,
                 env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
                 stdin=subprocess.DEVNULL,
@@ -404,6 +396,28 @@ def test_after_ctrl_c_only_what_is_left_is_graded(course, cluster):
     assert verdicts(course) == {"ada": 1, "kim": 1, "lea": 1}
     again = [e for e in entries(course) if e["kind"] == "attempt"][attempts:]
     assert not {e["student"] for e in again} & set(done)
+
+
+@pytest.mark.slow
+def test_a_folder_is_watched_and_graded_by_jobs(course, cluster):
+    def feedback(student):
+        return course.root / "handed_in" / student / f"{LAB}.feedback.html"
+
+    hand_in(course, "ada")
+    before = all_jobs(cluster)
+    with Grading(course, cluster, "watch") as watch:
+        wait_until(feedback("ada").exists, 300, lambda: f"no feedback: {watch.said}")
+        assert len(all_jobs(cluster) - before) == 1
+        hand_in(course, "kim")
+        watch.wait_running(1)
+        watch.process.send_signal(signal.SIGTERM)
+        assert watch.process.wait(timeout=90) == 0, watch.said
+    assert "the next watch goes on from there" in watch.said
+    assert cluster.say("squeue", "-h") == ""
+    assert verdicts(course) == {"ada": 1}
+    with Grading(course, cluster, "watch") as watch:
+        wait_until(feedback("kim").exists, 300, lambda: f"no feedback: {watch.said}")
+    assert verdicts(course) == {"ada": 1, "kim": 1}
 
 
 @pytest.mark.slow
