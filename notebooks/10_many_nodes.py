@@ -1591,7 +1591,7 @@ def check(answer) -> str:
         nodes = answer(node_days, save_s, share)
         if nodes is None:
             return "Not written yet."
-        if not isinstance(nodes, (int, float, np.number)) or not 1 <= nodes < math.inf:
+        if not isinstance(nodes, int | float | np.number) or not 1 <= nodes < math.inf:
             return f"{case}: {nodes} is no number of nodes."
         if nodes != int(nodes):
             return f"{case}: {nodes:.2f} nodes? Whole ones only."
