@@ -1097,8 +1097,8 @@ display(
 # tutorials write `torch.compile(DDP(model))`.
 #
 # FSDP2 runs Python in hooks before and after each block (gather, free, reduce). No graph goes
-# across them, whether you compile the blocks or the whole. So compile **each block**, then shard it:
-# the six blocks are the same code, which is traced and compiled once, however many there are.
+# across them, whether you compile the blocks or the whole. So compile **each block**, then shard
+# it: the six blocks are the same code, which is traced and compiled once, however many there are.
 #
 # ### CUDA graphs
 #
@@ -1337,9 +1337,9 @@ plot_lines(
 # `torch.cuda.max_memory_allocated()` is what tensors took at most, `memory_reserved()` what the
 # allocator keeps. Both are in bytes.)
 #
-# We need a number that says how much was computed: **MFU** = FLOPs that the model needs / (seconds ×
-# peak of all GPUs). For N parameters and D tokens these are 6 N D (lecture 1) and attention, which
-# adds a quarter for Llama 3 8B at 8,192 tokens. Good runs reach 40 to 60 %, such as those of
+# We need a number that says how much was computed: **MFU** = FLOPs that the model needs / (seconds
+# × peak of all GPUs). For N parameters and D tokens these are 6 N D (lecture 1) and attention,
+# which adds a quarter for Llama 3 8B at 8,192 tokens. Good runs reach 40 to 60 %, such as those of
 # [torchtitan](https://github.com/pytorch/torchtitan). Some published figures count recomputed
 # operations, too; then they are *hardware* utilisation (HFU), which is larger.
 
