@@ -976,8 +976,8 @@ explore(
 # graph is **one** node for autograd: all of its gradients arrive at its end. One graph for the
 # whole model would leave DDP nothing to overlap. So torch cuts the graph where DDP's buckets end
 # ([DDPOptimizer](https://docs.pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer)).
-# We count graphs with a backend that compiles nothing, on both ranks: a layer and six blocks of
-# 2 MiB each.
+# We count graphs with a backend that compiles nothing, on both ranks: a small layer and six blocks
+# of 2 MiB.
 
 
 # %%
