@@ -24,7 +24,7 @@
 # - kill a node of a running job, and watch the job go on with the same loss curve;
 # - go on without a lost group from one step to the next, and find a rank whose memory has failed.
 #
-# It takes about two hours. The jobs in this lecture start their own processes, as they do on a
+# It takes about 120 minutes. The jobs in this lecture start their own processes, as they do on a
 # cluster. So all cells begin with `%%rank 0`: one rank of this notebook's kernel starts them. They
 # train on GPUs where there is one for each of their ranks, else on the CPU. Eight times the lecture
 # asks for your guess before it measures. Write it in the cell in place of `None`.
