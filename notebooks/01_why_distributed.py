@@ -1458,6 +1458,10 @@ def check(answer) -> str:
         num_gpus = answer(*job)
         if num_gpus is None:
             return "Not written yet."
+        if not isinstance(num_gpus, int | float | np.number) or not 1 <= num_gpus < math.inf:
+            return f"{job}: {num_gpus} is no number of GPUs."
+        if num_gpus != int(num_gpus):
+            return f"{job}: {num_gpus:.2f} GPUs? A GPU cannot be halved."
         if not is_enough(num_gpus, *job):
             return f"{job}: {num_gpus} GPUs are not enough."
         if num_gpus > 1 and is_enough(num_gpus - 1, *job):
@@ -1481,6 +1485,11 @@ display(
         "Right, for all 6 jobs.",
     ),
     claim("memory alone", check(for_memory), lambda got: "not enough" in got),
+    claim(
+        "not rounded up",
+        check(lambda n, d, t: max(1, 16 * n / 80e9, 6 * n * d / (0.4 * 312e12 * 86_400 * t))),
+        lambda got: "halved" in got,
+    ),
     claim("time alone", check(for_time), lambda got: "not enough" in got),
 )
 

@@ -2037,6 +2037,11 @@ def check(answer) -> str:
         count = answer(4e6, 0.8e-3, *case)
         if count is None:
             return "Not written yet."
+        if not isinstance(count, int | float | np.number) or not 1 <= count < math.inf:
+            return f"{case}: {count} is no number of layers."
+        if count != int(count):
+            return f"{case}: {count:.2f} layers? A layer cannot be halved."
+        count = int(count)
         if not keeps_up(count, *case):
             return f"{case}: with {count} layers the network does not keep up."
         if count > 1 and keeps_up(count - 1, *case):
@@ -2053,6 +2058,7 @@ print(check(layers_per_bucket))
 display(
     claim("the formula of the answer", check(one_answer), "Right, in all 5 cases."),
     claim("one layer per bucket", check(lambda *case: 1), lambda got: "not keep up" in got),
+    claim("half a layer", check(lambda *case: 1.5), lambda got: "halved" in got),
     claim("12 layers per bucket", check(lambda *case: 12), lambda got: "than needed" in got),
 )
 

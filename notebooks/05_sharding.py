@@ -31,6 +31,7 @@
 quick = True  # False: a deeper model in the section on checkpointing, longer training
 
 # %%
+import math
 import os
 import warnings
 from datetime import timedelta
@@ -626,7 +627,7 @@ display(
         "gathered parameters at ZeRO-3's peak, bytes: the root and two blocks",
         extra,
         4 * (root + 2 * unit),
-        rtol=0.01,
+        exact=True,
     ),
     claim(
         "peak of all memory, ZeRO-3 / data parallel", zero3_peak.total / ddp_peak.total, ("<", 0.75)
@@ -1179,9 +1180,9 @@ for option in FSDP1_OPTIONS:
 # updated parameters come up. In FSDP2 that is `offload_policy=CPUOffloadPolicy()`; parameters are
 # then kept in CPU memory, too, and come up once for forward and once for backward.
 #
-# What ZeRO-Offload costs can be computed. Per step and parameter, 2 bytes go down and 2 come up, on
-# a link that carries both directions at once. The GPU meanwhile computes 6 FLOPs per parameter and
-# token. The model's size cancels out: only tokens per step count.
+# What the moving costs at best can be computed. Per step and parameter, 2 bytes go down and 2 come
+# up, on a link that carries both directions at once. The GPU meanwhile computes 6 FLOPs per
+# parameter and token. The model's size cancels out: only tokens per step count.
 
 # %%
 offloaded = shard_model(make_gpt(), lambda m: m.blocks, offload=True)
@@ -1474,7 +1475,7 @@ display(
         refutes="the same estimator",
         why="350 + 350 + 2100 + 275",
     ),
-    claim("A100s of 80 GB that this fills", int(total // cost.A100.memory_bytes), 38),
+    claim("A100s of 80 GB that this takes", math.ceil(total / cost.A100.memory_bytes), 39),
 )
 
 # %%
@@ -1557,9 +1558,6 @@ explore(
 
 
 # %%
-import math
-
-
 def fewest_gpus(num_params: float, memory_bytes: float, stage: int) -> float | None:
     """Your turn. Stage 1, 2 or 3; 2 + 2 + 12 bytes per parameter, and no activations."""
     return None
@@ -1568,7 +1566,7 @@ def fewest_gpus(num_params: float, memory_bytes: float, stage: int) -> float | N
 # %%
 # %%rank 0
 def check(answer) -> str:
-    for billions in (1, 3, 7.5, 13, 18, 30, 39, 70, 175, 405):
+    for billions in (1, 3, 7, 13, 16, 32, 40, 71, 176, 406):  # rounding decides none
         for memory_gb in (24, 80):
             for stage in (1, 2, 3):
                 p, memory = billions * 1e9, memory_gb * 1e9
@@ -1576,12 +1574,14 @@ def check(answer) -> str:
                 if n is None:
                     return "Not written yet."
                 case = f"{billions}B at stage {stage} in {memory_gb} GB: {n} GPUs"
-                if not n >= 1:
+                if not isinstance(n, int | float | np.number) or not n >= 1:
                     return f"{case}, but it takes one at least."
-                many = 10**9 if n == math.inf else max(int(n), 1)
+                many = 10**9 if n == math.inf else int(n)
                 fits = formula_bytes(p, many, stage).total <= memory * (1 + 1e-9)
                 if fits == (n == math.inf):
                     return f"{case}, but the states {'fit' if fits else 'do not fit'}."
+                if n < math.inf and n != many:
+                    return f"{case}, but a GPU cannot be halved."
                 if 1 < n < math.inf and formula_bytes(p, many - 1, stage).total <= memory:
                     return f"{case}, but one less is enough."
     return "Right, in all 60 cases."
@@ -1599,6 +1599,22 @@ def one_answer(num_params: float, memory_bytes: float, stage: int) -> float:
 print(check(fewest_gpus))
 display(
     claim("whole bytes first, the rest is divided", check(one_answer), "Right, in all 60 cases."),
+    claim(
+        "the same, written per byte of memory",
+        check(
+            lambda p, memory, stage: (
+                math.inf
+                if (w := {1: 4, 2: 2, 3: 0}[stage]) * p >= memory
+                else math.ceil((16 - w) / (memory / p - w))
+            )
+        ),
+        "Right, in all 60 cases.",
+    ),
+    claim(
+        "half a GPU too many",
+        check(lambda *of: one_answer(*of) + 0.5),
+        lambda got: "halved" in got,
+    ),
     claim(
         "16 bytes over the memory is right for stage 3 only",
         check(lambda p, memory, stage: math.ceil(16 * p / memory)),
@@ -1681,7 +1697,8 @@ display(
 #
 # - Give `TinyZero1` parameter groups with different learning rates. What has to change?
 # - In the network explorer, set a latency of 100 µs. Who suffers, and why?
-# - Wrap pairs of blocks as one unit (`units=lambda m: …`) and count all-gathers and peak memory.
+# - Make one unit of two blocks (`shard_model(model, lambda m: [[m.blocks[0], m.blocks[1]], …])`),
+#   and count all-gathers.
 #
 # Then do it yourself in [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb): ZeRO-1 that obeys a
 # scheduler, ZeRO-2 and -3 under a memory limit that an unsharded model does not survive. Stages 1

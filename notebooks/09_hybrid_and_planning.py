@@ -1217,7 +1217,9 @@ def check(answer) -> str:
             if found is None:
                 return "Not written yet."
             for dp, pp, tp in found:
-                name = f"{job}: dp {dp} x pp {pp} x tp {tp}"
+                name = f"{job}: dp {dp:g} x pp {pp:g} x tp {tp:g}"
+                if any(size < 0 or size != int(size) for size in (dp, pp, tp)):
+                    return f"{name}: each is a number of ranks."
                 if dp * pp * tp != gpus:
                     return f"{name} uses {dp * pp * tp} GPUs."
                 if tp > 8:
@@ -1259,6 +1261,11 @@ display(
         "tp of 1, 2, 4 and 8 is not all there is",
         check(powers_of_two),
         lambda got: "missing" in got,
+    ),
+    claim(
+        "divided without a look at the rest",
+        check(lambda b, g: [(g / (p * t), p, t) for t in range(1, 9) for p in range(1, g + 1)]),
+        lambda got: "number of ranks" in got,
     ),
     claim(
         "without a look at the memory",

@@ -1,7 +1,8 @@
 """Training that continues when ranks are lost, return, or are told to leave.
 
-torchrun restarts every worker when one dies, or when a node joins or leaves; the script starts
-again, possibly with a different number of ranks. So a fault-tolerant script is an ordinary one that
+torchrun restarts every worker when one dies, as when it loses a peer, or when a node joins; the
+script starts again, possibly with a different number of ranks. So a fault-tolerant script is an
+ordinary one that
 
 1. loads the newest complete checkpoint before it trains (`minidist.checkpoint`),
 2. saves often enough, and once more when the scheduler says that time is up (`Preemption`),

@@ -115,6 +115,22 @@ def test_a_formula_that_cannot_be_read_is_named(small, tmp_path):
     assert "cannot be read: \\nonsense" in done.stderr
 
 
+def test_table_and_teaching_notes_agree_how_long_a_lecture_takes():
+    """A class that asks questions takes at least as long as the lecture says that reading does."""
+    table = re.findall(
+        r"^\| (\d+) \|.*\| ([\d.]+)[ +\d]* \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    hours = {int(number): float(each) for number, each in table}
+    notes = re.findall(r"^## (\d+) · .*\((\d+) min", (ROOT / "book/teaching.md").read_text(), re.M)
+    in_class = {int(number): int(minutes) for number, minutes in notes}
+    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py"))[1:]:  # 0 says it in words
+        number = int(path.stem[:2])
+        alone = re.search(r"takes about (\d+) minutes", path.read_text())
+        assert alone, path.name
+        assert int(alone[1]) <= in_class[number], path.name
+        assert abs(60 * hours[number] - in_class[number]) <= 15, path.name
+
+
 def test_every_lecture_and_lab_is_on_the_course_map():
     readme = (ROOT / "README.md").read_text("utf-8")
     for path in (*(ROOT / "notebooks").glob("[0-9]*.ipynb"), *(ROOT / "labs").glob("*/*.ipynb")):

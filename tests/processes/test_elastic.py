@@ -197,3 +197,35 @@ def test_a_rank_that_hangs_does_not_outlive_the_signal():
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
+
+
+LISTENS = """
+import os, signal, time
+print(os.getpid(), flush=True)
+signal.signal(signal.SIGUSR1, lambda *_: print("worker got it", flush=True) or os._exit(0))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_only_an_option_makes_torchrun_hand_sigusr1_on(option, tmp_path, monkeypatch):
+    """Lecture 10's word on Slurm's --signal: the variable of that name is overwritten."""
+    names = "SIGTERM,SIGUSR1"
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", names)
+    script = tmp_path / "listens.py"
+    script.write_text(LISTENS)
+    command = torchrun_command([str(script)])
+    if option:
+        command.insert(-1, f"--signals-to-handle={names}")
+    with started(command) as process:
+        lines = iter(process.stdout.readline, "")
+        worker = next(int(line) for line in lines if line.strip().isdigit())
+        try:
+            assert "ready\n" in lines
+            process.send_signal(signal.SIGUSR1)
+            assert (process.wait(20) == -signal.SIGUSR1) != option
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        assert ("worker got it\n" in process.stdout.read()) == option
