@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_helper import Gpt, Plain, build, compare, compare_optimizer, train
 
 from minidist.emulate import Charged, ChargePlan, Cluster, Link, collective_seconds
 from minidist.emulate import run as run_emulated
 from minidist.launch import run
+from minidist.parallel.data import clip_grad_norm
 from minidist.parallel.zero import Zero3, count_bytes, exchange, flat, formula_bytes, memory_limit
 
 WORLDS = (1, 2, 3, 4)
@@ -292,8 +295,8 @@ def mixed_precision():
     gathers = dict.fromkeys(e[2] for e in spy.events if e[0] == "gather")
     # The oracle computes with the same rounding: bf16 copies of fp32 parameters.
     copies = {name: p.to(half) for name, p in oracle.named_parameters()}
-    for copy in copies.values():
-        copy.retain_grad()
+    for half_copy in copies.values():
+        half_copy.retain_grad()
     torch.func.functional_call(oracle, copies, tuple(Gpt.batches(1)[0])).backward()
     total = sum(copies[name].grad.float().square().sum() for name in copies).sqrt().item()
     norm = zero.clip_grad_norm_(1e9).item()
@@ -686,6 +689,9 @@ def unusual():
     norm = zero.clip_grad_norm_(1e9).item()
     assert norm == pytest.approx(gradients(reference).norm().item(), rel=1e-9)
 
+    # A rank's own norm is never taken for that of all; what is not a norm works as ever.
+    norms_of_pieces(model, norm)
+
     # Wrong use.
     with pytest.raises(ValueError, match=r"not modules of the model: \['Linear'\]"):
         Zero3(build(), units=[nn.Linear(2, 2)])
@@ -710,6 +716,28 @@ def unusual():
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_unusual_and_wrong_use(world_size):
     run(unusual, world_size, deadline_s=120)
+
+
+def norms_of_pieces(model, norm):
+    pieces = [p for p in model.parameters() if p.grad is not None]
+    several = dist.get_world_size() > 1
+    takers = (
+        lambda: nn.utils.clip_grad_norm_(pieces, 1e9),
+        lambda: clip_grad_norm(pieces, 1e9),
+        lambda: torch.stack([p.grad.norm() for p in pieces]).norm(),
+    )
+    for take in takers:
+        if several:
+            with pytest.raises(ValueError, match=r"rank \d.*zero\.clip_grad_norm_"):
+                take()
+        else:
+            assert take().item() == pytest.approx(norm, rel=1e-6)
+    over_ranks = clip_grad_norm(pieces, 1e9, shard_group=dist.group.WORLD)
+    assert over_ranks.item() == pytest.approx(norm, rel=1e-9)
+    grad = pieces[0].grad
+    for plain in (grad * 1, copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))):
+        assert type(plain) is Tensor
+        assert torch.equal(plain, grad.as_subclass(Tensor))
 
 
 def sub_group():

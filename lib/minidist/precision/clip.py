@@ -109,7 +109,8 @@ def clip_by_global_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for alike in by_dtype_and_device(g for g in counted if g.numel()):
         exact = alike[0].dtype if alike[0].dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=exact)).to(total)
+        with torch._C.DisableTorchFunctionSubclass():  # a piece's gradient refuses norms
+            norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=exact)).to(total)
         total = torch.maximum(total, norms.max()) if infinite else total + (norms**norm_type).sum()
     dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     norm = total if infinite else total ** (1 / norm_type)

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +80,11 @@ def clip_grad_norm(
     return norm
 
 
+def _each_its_elements(shard_group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
+    """With a group, norms of Zero3's pieces are meant; without one, they are refused."""
+    return nullcontext() if shard_group is None else torch._C.DisableTorchFunctionSubclass()
+
+
 def _norm(grads: list[Tensor], norm_type: float, shard_group: dist.ProcessGroup | None) -> Tensor:
     # At least float32, because squares of float16 overflow above 256. With shards always float64:
     # ranks may hold different dtypes or nothing, and this needs no agreement.
@@ -86,7 +93,8 @@ def _norm(grads: list[Tensor], norm_type: float, shard_group: dist.ProcessGroup 
     device = grads[0].device if grads else _device(shard_group)
     norms = [torch.zeros((), dtype=dtype, device=device)]
     for alike in by_dtype_and_device(grads):
-        norms += [norm.to(device) for norm in torch._foreach_norm(alike, norm_type, dtype=dtype)]
+        with _each_its_elements(shard_group):
+            norms += [n.to(device) for n in torch._foreach_norm(alike, norm_type, dtype=dtype)]
     stacked = torch.stack(norms)
     if math.isinf(norm_type):
         total = stacked.max()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from minidist.errors import named_rank
 from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows
 from minidist.parallel.zero.partition import Piece, by_element, everywhere
+from minidist.parallel.zero.piece_gradient import PieceGradient
 from minidist.precision.clip import note_shard_group, note_whole
 from minidist.unsupported import Unsupported
 
@@ -262,4 +263,6 @@ class FlatShard:
             if has_gradient:
                 mine = self.pieces[piece.index]
                 gradient = row[piece.offset : piece.offset + piece.numel].view(mine.shape)
+                if not self.is_whole and dist.get_world_size(self.group) > 1:
+                    gradient = gradient.as_subclass(PieceGradient)
                 mine.grad = gradient if mine.grad is None else mine.grad.add_(gradient)
