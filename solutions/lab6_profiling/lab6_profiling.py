@@ -205,7 +205,7 @@ def profile_steps(step: Callable[[], object], warmup: int, num_steps: int) -> li
 # The next cell profiles a real training run on your ranks: torch's DDP, a loader, a log line. The
 # last two are marked with `record_function`, so that they can be found again. It prints what kinds
 # of events there are. Expected: hundreds of `cpu_op` or more, and a `gloo:all_reduce` (or NCCL
-# kernels) in each step. (Lines that begin with `USDT` are the profiler's own.)
+# kernels) in each step.
 
 
 # %% demo="see_events"
