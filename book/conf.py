@@ -25,11 +25,8 @@ exclude_patterns = ["**/.ipynb_checkpoints"]
 # papermill has run the lectures; labs are shown as students get them.
 nb_execution_mode = "off"
 nb_merge_streams = True
-# A widget holds a picture of itself, which a page can show.
-nb_mime_priority_overrides = [
-    ("html", "image/png", 0),
-    ("html", "application/vnd.jupyter.widget-view+json", None),
-]
+# Widgets need a kernel; beside them are pictures of what they show.
+nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 myst_enable_extensions = ["dollarmath", "strikethrough"]
 myst_heading_anchors = 4
 myst_dmath_allow_labels = False
@@ -51,6 +48,7 @@ html_theme = "sphinx_book_theme"
 html_title = project
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
+html_js_files = [("explorer.js", {"defer": "defer"})]
 html_favicon = "_static/favicon.svg"
 html_show_copyright = False
 html_show_sphinx = False
