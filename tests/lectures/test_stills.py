@@ -84,7 +84,7 @@ def test_all_combinations_if_they_are_few(drawn, tmp_path):
     assert len(names) == 4
     with Image.open(tmp_path / "pictures" / found["pictures"]["0,0,1"]["file"]) as image:
         assert image.size == (110, 110)
-    assert found["pictures"]["0,1,1"]["alt"] == "A power of x.: b; x: x"
+    assert found["pictures"]["0,1,1"]["alt"] == "A power of x: b; x: x"
 
 
 def test_each_control_alone_if_combinations_are_many(drawn):

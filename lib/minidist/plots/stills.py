@@ -147,7 +147,7 @@ def _picture(
     figure.savefig(unnamed, dpi=110, pil_kwargs={"lossless": True, "method": 1})
     file = f"{hashlib.sha256(unnamed.read_bytes()).hexdigest()[:20]}.webp"
     unnamed.replace(folder / file)
-    return {"file": file, "alt": f"{alt}: {describe(figure)}"[:_ALT_CHARACTERS]}
+    return {"file": file, "alt": f"{alt.rstrip('.')}: {describe(figure)}"[:_ALT_CHARACTERS]}
 
 
 def _processor_s() -> float:
