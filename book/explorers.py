@@ -76,7 +76,7 @@ def _note(drawn: dict[str, Any]) -> str:
     if not drawn["together"]:
         more = ", and sliders have finer steps" if some else ""
         return (
-            "Here one control moves at a time, and the others go back to where they were. "
+            "Here one control moves at a time, and the others go back to where they began. "
             f"In JupyterLab all move together{more}."
         )
     return "In JupyterLab the sliders have finer steps." if some else ""

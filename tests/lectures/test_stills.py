@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from explorers import as_html
 from matplotlib.figure import Figure
 from PIL import Image
 
+from autograder.authoring import lectures
 from minidist.plots import stills
 from minidist.widgets import PICTURES, explore
 
@@ -65,6 +69,25 @@ def test_nothing_is_drawn_beforehand_unless_the_site_asks(monkeypatch):
 
     assert PICTURES not in explore(draw, x=(1, 5))._repr_mimebundle_()
     assert drawings == [1]
+
+
+def test_only_the_run_for_the_site_asks(tmp_path, monkeypatch):
+    monkeypatch.delenv("MINIDIST_PICTURES", raising=False)
+    asked = []
+
+    def run_lecture(lecture, folder):
+        asked.append(os.environ.get("MINIDIST_PICTURES"))
+        folder.mkdir(parents=True)
+        return Path(shutil.copy(lecture, folder))
+
+    monkeypatch.setattr(lectures, "run_lecture", run_lecture)
+    (tmp_path / "01_x.ipynb").write_text("{}")
+    place = (tmp_path / "01_x.ipynb", tmp_path / "minidist", tmp_path / "ran")
+    plain = lectures.run_once(*place)
+    drawn = [lectures.run_once(*place, pictures=True) for _ in range(2)]
+    assert asked == [None, str(drawn[0].parent / "pictures")]
+    assert drawn[0] == drawn[1] != plain
+    assert "MINIDIST_PICTURES" not in os.environ
 
 
 def test_all_combinations_if_they_are_few(drawn, tmp_path):

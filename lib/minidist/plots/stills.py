@@ -26,7 +26,7 @@ from minidist.plots.style import describe
 MOST_TOGETHER = 100
 MOST_STOPS = 31
 MOST_PICTURES = 150
-MOST_SECONDS = 30.0
+MOST_SECONDS = 60.0
 _ALT_CHARACTERS = 300
 
 
