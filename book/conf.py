@@ -75,7 +75,8 @@ def _formula(self: Any, node: nodes.Element) -> None:
         raise ExtensionError(f"formula ${source}$ cannot be read: {unknown[1]} is not known")
     label = html.escape(source, quote=True)
     shown = formula.replace("<math ", f'<math alttext="{label}" ', 1)
-    self.body.append(f'<div class="math">{shown}</div>' if is_block else shown)
+    # A wide one scrolls on a phone, for which it has to take the focus.
+    self.body.append(f'<div class="math" tabindex="0">{shown}</div>' if is_block else shown)
     raise nodes.SkipNode
 
 

@@ -86,7 +86,7 @@ def make_small(folder: Path) -> Path:
         "text/plain": "Explorer",
     }
     cells = [
-        new_markdown_cell("# A lecture\n\n## A part\n\n$$\\frac{a}{b_0}$$\n"),
+        new_markdown_cell(f"# A lecture\n\n## A part\n\n$$\\frac{{a}}{{b_0}} {'+ c' * 60}$$\n"),
         new_code_cell("quick = True", metadata={"tags": ["parameters"]}),
         new_code_cell("%%rank 0\nimport math"),
         new_code_cell("explore()", outputs=[new_output("display_data", widget)]),
@@ -175,7 +175,9 @@ def _shown(image) -> str:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_controls_read_well_with_a_reader_and_on_a_phone(small_site, browser, theme):
+def test_controls_and_wide_formulas_read_well_with_a_reader_and_on_a_phone(
+    small_site, browser, theme
+):
     assert problems_on_a_phone(browser, small_site / "notebooks" / "01_x.html", theme) == []
 
 
