@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_all_combinations_if_they_are_few(drawn, tmp_path):
     with Image.open(tmp_path / "pictures" / found["pictures"]["0,0,1"]["file"]) as image:
         assert image.size == (110, 110)
     assert found["pictures"]["0,1,1"]["alt"] == "A power of x: b; x: x"
+
+
+def test_other_values_warn_and_print_nothing(drawn, recwarn, capsys):
+    def draw(x: int = 1) -> Figure:
+        if x > 1:
+            print("x is", x)
+            warnings.warn("too large", stacklevel=1)
+        return curve(1)
+
+    assert len(drawn(draw, x=(1, 3))["pictures"]) == 3
+    assert capsys.readouterr() == ("", "")
+    assert len(recwarn) == 0
 
 
 def test_each_control_alone_if_combinations_are_many(drawn):

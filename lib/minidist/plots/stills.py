@@ -10,10 +10,13 @@ are left out.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,12 +142,15 @@ def _control(choice: Choice) -> dict[str, Any]:
 def _picture(
     draw: Callable[..., Figure], values: dict[str, Any], alt: str, folder: Path
 ) -> dict[str, str]:
-    try:
-        figure = draw(**values)
-    except Exception as error:  # the page shows it, as the notebook does
-        return {"text": f"{type(error).__name__}: {error}"}
     unnamed = folder / "unnamed.webp"
-    figure.savefig(unnamed, dpi=110, pil_kwargs={"lossless": True, "method": 1})
+    # Warnings and printed text of values that nobody has chosen would stand above the figure.
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            figure = draw(**values)
+        except Exception as error:  # the page shows it, as the notebook does
+            return {"text": f"{type(error).__name__}: {error}"}
+        figure.savefig(unnamed, dpi=110, pil_kwargs={"lossless": True, "method": 1})
     file = f"{hashlib.sha256(unnamed.read_bytes()).hexdigest()[:20]}.webp"
     unnamed.replace(folder / file)
     return {"file": file, "alt": f"{alt.rstrip('.')}: {describe(figure)}"[:_ALT_CHARACTERS]}
