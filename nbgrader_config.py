@@ -6,7 +6,7 @@ from pathlib import Path
 from autograder.course.course import Course
 from autograder.gradebook.database import put_alembic_on_path
 from autograder.gradebook.full_marks import offer_reflection_points
-from autograder.gradebook.validating import forgive_warnings
+from autograder.gradebook.validating import forgive_warnings, tell_points
 from autograder.report.safe_html import SAFE
 
 c = get_config()  # type: ignore[name-defined]  # noqa: F821
@@ -20,6 +20,7 @@ with contextlib.suppress(OSError):  # students validate in an installation that 
 put_alembic_on_path()
 offer_reflection_points()
 forgive_warnings()
+tell_points()
 
 c.CourseDirectory.course_id = "minidist"
 c.CourseDirectory.root = str(root)

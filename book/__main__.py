@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from sources import ROOT, SPHINX, write_sources
@@ -28,9 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     library, ran = ROOT / "lib" / "minidist", ROOT / "build" / "lectures"
     source = args.out.with_name(f"{args.out.name}-source")
-    write_sources(
-        source, (lambda path: path) if args.as_is else (lambda path: run_once(path, library, ran))
-    )
+    run = partial(run_once, library=library, folder=ran, pictures=True)
+    write_sources(source, (lambda path: path) if args.as_is else run)
     code = build_main([*SPHINX, str(source), str(args.out)])
     if code == 0:
         print(args.out / "index.html")

@@ -25,11 +25,8 @@ exclude_patterns = ["**/.ipynb_checkpoints"]
 # papermill has run the lectures; labs are shown as students get them.
 nb_execution_mode = "off"
 nb_merge_streams = True
-# A widget holds a picture of itself, which a page can show.
-nb_mime_priority_overrides = [
-    ("html", "image/png", 0),
-    ("html", "application/vnd.jupyter.widget-view+json", None),
-]
+# Widgets need a kernel; beside them are pictures of what they show.
+nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 myst_enable_extensions = ["dollarmath", "strikethrough"]
 myst_heading_anchors = 4
 myst_dmath_allow_labels = False
@@ -51,6 +48,7 @@ html_theme = "sphinx_book_theme"
 html_title = project
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
+html_js_files = [("explorer.js", {"defer": "defer"})]
 html_favicon = "_static/favicon.svg"
 html_show_copyright = False
 html_show_sphinx = False
@@ -77,7 +75,8 @@ def _formula(self: Any, node: nodes.Element) -> None:
         raise ExtensionError(f"formula ${source}$ cannot be read: {unknown[1]} is not known")
     label = html.escape(source, quote=True)
     shown = formula.replace("<math ", f'<math alttext="{label}" ', 1)
-    self.body.append(f'<div class="math">{shown}</div>' if is_block else shown)
+    # A wide one scrolls on a phone, for which it has to take the focus.
+    self.body.append(f'<div class="math" tabindex="0">{shown}</div>' if is_block else shown)
     raise nodes.SkipNode
 
 

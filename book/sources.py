@@ -11,10 +11,13 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nbformat
+from explorers import FOLDER, as_html
 
 from minidist.unsupported import page
+from minidist.widgets import PICTURES
 
 ROOT = Path(__file__).resolve().parent.parent
 COURSE_MAP = "<!-- course map -->"
@@ -50,9 +53,9 @@ def write_sources(
         index.read_text("utf-8").replace(COURSE_MAP, course_map(root / "README.md")), "utf-8"
     )
     for path in sorted((root / "notebooks").glob("[0-9]*.ipynb")):
-        _copy(run(path), folder / "notebooks" / path.name)
+        _copy(run(path), folder, f"notebooks/{path.name}")
     for path in sorted((root / "labs").glob("*/*.ipynb")):
-        _copy(path, folder / "labs" / path.parent.name / path.name)
+        _copy(path, folder, f"labs/{path.parent.name}/{path.name}")
     (folder / "corrections.md").write_text(corrections(root / "notebooks"), "utf-8")
     (folder / "reference").mkdir()
     for name in api:
@@ -114,12 +117,26 @@ def _with_links(authority: str) -> str:
     return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", authority)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, folder: Path, place: str) -> None:
     """Copies a notebook without what only a running one needs."""
     notebook = nbformat.read(source, as_version=4)
     notebook.cells = [
         cell for cell in notebook.cells if not HIDDEN_TAGS & set(cell.metadata.get("tags", []))
     ]
     notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if drawn := output.get("data", {}).pop(PICTURES, None):
+                output.data["text/html"] = as_html(drawn, "../" * place.count("/"))
+                _copy_pictures(drawn, source.with_name("pictures"), folder / FOLDER)
+    target = folder / place
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)
+
+
+def _copy_pictures(drawn: dict[str, Any], source: Path, target: Path) -> None:
+    """Copies the files of a figure with controls."""
+    target.mkdir(parents=True, exist_ok=True)
+    for picture in drawn["pictures"].values():
+        if file := picture.get("file"):
+            shutil.copy(source / file, target)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
 import symtable
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -314,17 +316,40 @@ def _alt(data: Mapping[str, str]) -> str:
     return re.sub(r"[\[\]\n]", " ", data.get("text/plain", "figure"))[:200]
 
 
-def run_once(lecture: Path, library: Path, folder: Path) -> Path:
-    """`run_lecture`, unless this lecture was run before with the same minidist."""
+def run_once(lecture: Path, library: Path, folder: Path, *, pictures: bool = False) -> Path:
+    """`run_lecture`, unless this lecture was run before with the same minidist.
+
+    Args:
+        lecture: the notebook.
+        library: the folder of minidist.
+        folder: keeps what has run.
+        pictures: also draw figures with controls for each value, into `pictures` beside the result.
+    """
     digest = hashlib.sha256(lecture.read_bytes())
+    if pictures:
+        digest.update(b"pictures")
     for path in sorted(library.rglob("*.py")):
         digest.update(path.read_bytes())
     place = folder / digest.hexdigest()[:16]
     if not (place / lecture.name).is_file():
-        print(f"running {lecture.stem}, for outputs of code that is withheld", flush=True)
-        unfinished = run_lecture(lecture, place / "unfinished")
+        print(f"running {lecture.stem}", flush=True)
+        with _pictures_in(place / "pictures" if pictures else None):
+            unfinished = run_lecture(lecture, place / "unfinished")
         unfinished.replace(place / lecture.name)
     return place / lecture.name
+
+
+@contextmanager
+def _pictures_in(folder: Path | None) -> Iterator[None]:
+    """Kernels that start meanwhile draw figures with controls into this folder, value by value."""
+    if folder is None:
+        yield
+        return
+    os.environ["MINIDIST_PICTURES"] = str(folder.resolve())
+    try:
+        yield
+    finally:
+        del os.environ["MINIDIST_PICTURES"]
 
 
 def run_lecture(path: Path, folder: Path) -> Path:

@@ -11,7 +11,9 @@ The controls have labels and work by keyboard: Tab goes from one control to the 
 move a slider, the space bar presses a button. There are no drop-down menus, because in JupyterLab
 the arrow keys would go to the notebook and select a different cell. The output also holds the first
 figure as a picture. Programs without a browser (papermill, GitHub, HTML) show this picture instead
-of the controls.
+of the controls. Where MINIDIST_PICTURES names a folder, as it does when the course's site is
+made, a picture for each value is drawn into it (`minidist.plots.stills`), and the controls move on
+the page.
 
 On a kernel with several ranks the controls exist on rank 0 only, so `draw` must use rank 0 only: a
 callback that calls a collective would wait for ranks that never call it.
@@ -23,13 +25,18 @@ import base64
 import html
 import inspect
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ipywidgets
 from matplotlib.figure import Figure
 
+from minidist.plots.stills import Choice, draw_all, stops
+
+PICTURES = "application/vnd.minidist.pictures+json"
 Control = tuple[float, float] | tuple[float, float, float] | Sequence[Any] | bool
 _MOST_BUTTONS = 6  # a list of more texts gets a slider instead of buttons
 
@@ -119,11 +126,27 @@ class Explorer:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.box.model_id}
         where = ", ".join(f"{self._labels[n]} = {value}" for n, value in self.values.items())
-        return {
+        bundle: dict[str, Any] = {
             "application/vnd.jupyter.widget-view+json": view,
             "image/png": base64.b64encode(self.png).decode(),
             "text/plain": f"{self._alt} ({where}). Open the notebook in JupyterLab to change it.",
         }
+        if folder := os.environ.get("MINIDIST_PICTURES"):
+            choices = [_choice(name, self._labels[name], c) for name, c in self.controls.items()]
+            bundle[PICTURES] = draw_all(self._draw, choices, self._alt, Path(folder))
+        return bundle
+
+
+def _choice(name: str, label: str, control: Any) -> Choice:
+    """The values that a page without a kernel can show."""
+    some = False
+    if isinstance(control, ipywidgets.Checkbox):
+        values: Sequence[Any] = (False, True)
+    elif isinstance(control, ipywidgets.ToggleButtons | ipywidgets.SelectionSlider):
+        values = control.options
+    else:
+        values, some = stops(control.min, control.max, control.step, control.value)
+    return Choice(name, label, values, values.index(control.value), some)
 
 
 def _row(control: Any, label: str, label_em: float) -> Any:

@@ -12,11 +12,15 @@ from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
+from matplotlib.figure import Figure
+from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from pages import problems_on_a_phone
 from sources import SPHINX, corrections, write_sources
 
 from minidist import claims
+from minidist.plots import stills
+from minidist.widgets import explore
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PAGE_BYTES = 3_000_000
@@ -37,8 +41,41 @@ def build(root: Path, out: Path, api: tuple[str, ...]) -> subprocess.CompletedPr
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
+    return make_small(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def small_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site of a small repository."""
+    folder = tmp_path_factory.mktemp("small")
+    done = build(make_small(folder), folder / "site", api=("cost",))
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+def explorers(pictures: Path) -> list[NotebookNode]:
+    """Outputs of figures with controls, drawn beforehand: few combinations, and many."""
+
+    def bars(power: int = 2, name: str = "a", grid: bool = False) -> Figure:
+        """Bars."""
+        if power == 5:
+            raise ValueError("no power 5")
+        figure = Figure(figsize=(2.0, 1.5))
+        figure.subplots().barh(["x", name], [1, 2**power + grid])
+        return figure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINIDIST_PICTURES", str(pictures))
+        patch.setattr(stills, "MOST_SECONDS", 1e9)
+        wide = explore(bars, power=(1, 5), name=["a", "b"], grid=False, labels={"power": "p"})
+        many = explore(bars, power=(1, 4), name=[*map(str, range(30)), "a"])
+        found = [one._repr_mimebundle_() for one in (wide, many)]
+    return [new_output("display_data", data) for data in found]
+
+
+def make_small(folder: Path) -> Path:
     """A repository with one lecture and one lab."""
-    root = tmp_path / "course"
+    root = folder / "course"
     shutil.copytree(ROOT / "book", root / "book")
     (root / "README.md").write_text(
         "# C\n\n## The course\n\n| Lecture |\n|---|\n| [One](notebooks/01_x.ipynb) |\n\nMore.\n"
@@ -49,16 +86,19 @@ def small(tmp_path: Path) -> Path:
         "text/plain": "Explorer",
     }
     cells = [
-        new_markdown_cell("# A lecture\n\n## A part\n\n$$\\frac{a}{b_0}$$\n"),
+        new_markdown_cell(f"# A lecture\n\n## A part\n\n$$\\frac{{a}}{{b_0}} {'+ c' * 60}$$\n"),
         new_code_cell("quick = True", metadata={"tags": ["parameters"]}),
         new_code_cell("%%rank 0\nimport math"),
         new_code_cell("explore()", outputs=[new_output("display_data", widget)]),
+        *[
+            new_code_cell("explore(bars)", outputs=[output])
+            for output in explorers(root / "notebooks" / "pictures")
+        ],
         new_code_cell(
             "claim()", outputs=[new_output("display_data", {"text/html": "<p>✓ twice two: 4</p>"})]
         ),
         new_markdown_cell("To [the lab](../labs/lab1_x/lab1_x.ipynb)."),
     ]
-    (root / "notebooks").mkdir()
     shutil.copy(ROOT / "notebooks" / "claims.csv", root / "notebooks")
     about = {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
     nbformat.write(new_notebook(cells=cells, metadata=about), root / "notebooks" / "01_x.ipynb")
@@ -71,10 +111,8 @@ def small(tmp_path: Path) -> Path:
     return root
 
 
-def test_figures_claims_and_widgets_are_in_the_page(small, tmp_path):
-    done = build(small, tmp_path / "site", api=("cost",))
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "site" / "notebooks" / "01_x.html").read_text("utf-8")
+def test_figures_claims_and_widgets_are_in_the_page(small_site):
+    page = (small_site / "notebooks" / "01_x.html").read_text("utf-8")
     assert 'src="../_images/' in page
     assert "✓ twice two: 4" in page
     assert "<mfrac>" in page
@@ -82,10 +120,72 @@ def test_figures_claims_and_widgets_are_in_the_page(small, tmp_path):
     assert "quick = True" not in re.sub("<[^>]*>", "", page)
     assert "model_id" not in page
     assert 'href="../labs/lab1_x/lab1_x.html"' in page
-    assert 'href="notebooks/01_x.html"' in (tmp_path / "site" / "index.html").read_text("utf-8")
-    reference = (tmp_path / "site" / "reference" / "cost.html").read_text("utf-8")
+    assert 'href="notebooks/01_x.html"' in (small_site / "index.html").read_text("utf-8")
+    reference = (small_site / "reference" / "cost.html").read_text("utf-8")
     assert "all_reduce_seconds" in reference
     assert "viewcode-link" in reference
+
+
+def test_controls_of_a_page_show_other_pictures_by_keyboard_and_mouse(small_site, browser):
+    page = browser.new_page()
+    page.goto((small_site / "notebooks" / "01_x.html").as_uri())
+    explorer = page.locator(".explorer").first
+    image, slider = explorer.locator("img"), explorer.get_by_label("p", exact=True)
+    seen = [_shown(image)]
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    seen.append(_shown(image))
+    assert slider.get_attribute("aria-valuetext") == "3"
+    assert explorer.locator(".explorer-value").inner_text() == "3"
+    explorer.get_by_label("name").select_option("b")
+    seen.append(_shown(image))
+    explorer.get_by_label("grid").check()
+    seen.append(_shown(image))
+    assert len(set(seen)) == 4
+    assert explorer.get_by_role("status").inner_text() == image.get_attribute("alt") != ""
+    slider.focus()
+    page.keyboard.press("End")
+    assert not image.is_visible()
+    assert explorer.get_by_text("ValueError: no power 5").is_visible()
+    page.keyboard.press("ArrowLeft")
+    _shown(image)
+
+
+def test_controls_that_move_one_at_a_time_go_back(small_site, browser):
+    page = browser.new_page()
+    page.goto((small_site / "notebooks" / "01_x.html").as_uri())
+    explorer = page.locator(".explorer").nth(1)
+    image, first = explorer.locator("img"), _shown(explorer.locator("img"))
+    explorer.get_by_label("power").fill("3")
+    moved = _shown(image)
+    explorer.get_by_label("name").select_option("7")
+    assert explorer.locator(".explorer-value").inner_text() == "2"
+    assert len({first, moved, _shown(image)}) == 3
+    explorer.get_by_label("name").select_option("a")
+    assert _shown(image) == first
+
+
+def _shown(image) -> str:
+    """The address of a picture that is there and visible."""
+    image.page.wait_for_function(
+        "image => image.complete && image.naturalWidth > 99 && image.checkVisibility()",
+        arg=image.element_handle(),
+    )
+    return image.get_attribute("src")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_controls_and_wide_formulas_read_well_with_a_reader_and_on_a_phone(
+    small_site, browser, theme
+):
+    assert problems_on_a_phone(browser, small_site / "notebooks" / "01_x.html", theme) == []
+
+
+def test_without_javascript_the_first_picture_stays(small_site, browser):
+    page = browser.new_page(java_script_enabled=False)
+    page.goto((small_site / "notebooks" / "01_x.html").as_uri())
+    assert page.locator(".explorer img").first.is_visible()
+    assert not page.locator(".explorer input").first.is_visible()
 
 
 def test_what_is_often_said_and_wrong_has_a_row_with_its_lecture_and_source():

@@ -10,6 +10,7 @@ their lines and bars.
 - `timelines`  each rank's work over time: emulated cluster, profiler, pipelines
 - `steps`      a collective step by step, from its `Schedule`
 - `numbers`    floating-point formats
+- `stills`     pictures of a figure with controls, drawn beforehand for pages without Python
 
 Only this package and `minidist.widgets` import matplotlib and ipywidgets.
 """
