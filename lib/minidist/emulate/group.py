@@ -315,7 +315,6 @@ class EmulatedGroup(dist.ProcessGroup):
             [tensor],
             None if sends else (lambda raw: write(tensor, raw)),
             eager=sends,
-            source=-1 if sends else peer,
         )
 
 
