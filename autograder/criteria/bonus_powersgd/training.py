@@ -136,14 +136,7 @@ SIZES, BATCH, STEPS, LR = (7, 9, 3), 5, 4, 0.3
 def draw_train(draw: Draw) -> list[Values]:
     """The same weights, private batches."""
     start = oracle.draw_parameters(draw.shared(), SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, values = draw.private(rank), dict(start)
-        for step in range(STEPS):
-            batch = oracle.draw_batch(rng, BATCH, SIZES)
-            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
-        inputs.append(values)
-    return inputs
+    return oracle.private_batches(draw, start, [(BATCH,)] * STEPS, SIZES)
 
 
 class ExactReducer:

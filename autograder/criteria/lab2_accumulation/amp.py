@@ -37,16 +37,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 def _draw(draw: Draw, calls: list[Values]) -> list[Values]:
     """The same weights on all ranks; per call equal micro-batches, with different data per rank."""
-    start = oracle.draw_parameters(draw.shared("start"), SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        values, rng = start | {"calls": calls}, draw.private(rank)
-        for number, call in enumerate(calls):
-            batch = oracle.draw_batch(rng, call["k"] * SAMPLES, SIZES)
-            shape = (call["k"], SAMPLES, -1)
-            values |= {f"{n}/{number}": batch[n].reshape(shape) for n in "xy"}
-        inputs.append(values)
-    return inputs
+    start = oracle.draw_parameters(draw.shared("start"), SIZES) | {"calls": calls}
+    return oracle.private_batches(draw, start, [(call["k"], SAMPLES) for call in calls], SIZES)
 
 
 def draw_update(draw: Draw) -> list[Values]:

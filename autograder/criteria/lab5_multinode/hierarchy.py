@@ -384,14 +384,7 @@ HOOK_CAP_MB = 6e-4  # several buckets: the hook is called for each
 def draw_hook(draw: Draw) -> list[Values]:
     """The same model on all ranks, and private batches for two steps."""
     start = oracle.draw_parameters(draw.shared(), HOOK_SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, values = draw.private(rank), dict(start)
-        for step in range(HOOK_STEPS):
-            batch = oracle.draw_batch(rng, HOOK_BATCH, HOOK_SIZES)
-            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
-        inputs.append(values)
-    return inputs
+    return oracle.private_batches(draw, start, [(HOOK_BATCH,)] * HOOK_STEPS, HOOK_SIZES)
 
 
 class _Counting:
