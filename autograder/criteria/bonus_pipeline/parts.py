@@ -11,6 +11,7 @@ from torch import nn
 
 from autograder.criteria.bonus_pipeline.plan import Step
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 DTYPE = torch.float64
@@ -119,7 +120,7 @@ def solve(case: Case, number: int) -> tuple[float, list[np.ndarray]]:
 
 def vector(value: Any, like: np.ndarray) -> np.ndarray | None:
     """`value` as float64 if it is a finite array of `like`'s shape."""
-    if not isinstance(value, np.ndarray) or value.shape != like.shape or value.dtype.kind != "f":
+    if not is_floats(value, like.shape):
         return None
     value = value.astype(np.float64)
     return value if np.isfinite(value).all() and np.abs(value).max(initial=0) < 1e30 else None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.common.training import wrap
@@ -277,7 +277,7 @@ def _judge_update(
     largest = max(float(np.abs(e).max()) for e in expected)
     for i, (start, update) in enumerate(zip(before, expected, strict=True)):
         got = answer.get(f"p{number}/{i}")
-        if not isinstance(got, np.ndarray) or got.shape != start.shape or got.dtype.kind != "f":
+        if not is_floats(got, start.shape):
             findings.append(Finding(f"parameter {i}: no value of its shape was left.", rank))
             return
         moved = got.astype(np.float64) - start

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Values
 
 _meshes = itertools.count()
@@ -145,7 +146,7 @@ def finite_floats(value: Any, num_values: int) -> np.ndarray | None:
         num_values: number of values of the whole model. An array with more than twice as many is
             no shard, even with padding, and its float64 copy would be much larger.
     """
-    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+    if not is_floats(value):
         return None
     if value.size > 2 * num_values:
         return None
