@@ -45,9 +45,9 @@ def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
     return inputs
 
 
-def draw_widths(draw: Draw, low: int = 4, high: int = 12) -> list[int]:
+def draw_widths(draw: Draw) -> list[int]:
     """The width of the input, and the width after each stage."""
-    widths = draw.shared("widths").integers(low, high, draw.world_size + 1)
+    widths = draw.shared("widths").integers(4, 12, draw.world_size + 1)
     return [int(w) + i % 2 for i, w in enumerate(widths)]
 
 

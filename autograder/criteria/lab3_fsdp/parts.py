@@ -116,12 +116,12 @@ def resident_bytes(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> in
     return total
 
 
-def shard_bound(shapes: Iterable[Sequence[int]], num_ranks: int, itemsize: int = 4) -> int:
-    """Bytes of 1/N of the parameters plus padding, if each is cut along its first dimension."""
+def shard_bound(shapes: Iterable[Sequence[int]], num_ranks: int) -> int:
+    """Bytes of 1/N of float32 parameters plus padding, if each is cut along its first dimension."""
     total = 0
     for shape in shapes:
         rows = int(shape[0]) if len(shape) else 1
-        total += -(-rows // num_ranks) * (int(np.prod(shape)) // rows) * itemsize + ALIGNMENT_BYTES
+        total += -(-rows // num_ranks) * (int(np.prod(shape)) // rows) * 4 + ALIGNMENT_BYTES
     return total
 
 

@@ -20,8 +20,7 @@ bits.
 >>> round(all_reduce_seconds(num_bytes=100e6, num_ranks=8, link=link, algorithm="ring") * 1e3, 3)
 14.0
 
-`collective_seconds` gives the same times as `minidist.emulate.simulate.collective_seconds`, the
-clock of the emulated cluster.
+`collective_seconds` is also the clock of the emulated cluster.
 """
 
 from __future__ import annotations
@@ -251,28 +250,33 @@ def barrier_seconds(*, num_ranks: int, link: LinkLike) -> float:
     return _log2_ceil(num_ranks) * link.latency_s
 
 
+_SECONDS: dict[str, Callable[..., float]] = {
+    "all_reduce": all_reduce_seconds,
+    "all_gather": all_gather_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "all_to_all": all_to_all_seconds,
+    "broadcast": broadcast_seconds,
+    "reduce": broadcast_seconds,
+    "gather": gather_seconds,
+    "scatter": gather_seconds,
+}
+
+
 def collective_seconds(*, kind: str, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
-    """Seconds of a collective by its name, with the algorithm that the emulated cluster assumes.
+    """Seconds of a collective by its name, once all of its ranks have issued it.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
-            scatter, barrier, send.
-        num_bytes: as in the function of that name.
+        kind: all_reduce, all_gather, reduce_scatter (rings), broadcast, reduce (pipelined trees),
+            gather, scatter (through the root's link), all_to_all, barrier, send.
+        num_bytes: all_reduce, broadcast, reduce, send: the buffer. all_gather, gather: everything
+            gathered. reduce_scatter, scatter: everything before it is cut up. all_to_all: what
+            one rank holds, its own part included.
+        num_ranks: size of the group; one rank alone takes no time.
     """
     if kind == "send":
         return p2p_seconds(num_bytes=num_bytes, link=link)
     if kind == "barrier":
         return barrier_seconds(num_ranks=num_ranks, link=link)
-    functions: dict[str, Callable[..., float]] = {
-        "all_reduce": all_reduce_seconds,
-        "all_gather": all_gather_seconds,
-        "reduce_scatter": reduce_scatter_seconds,
-        "all_to_all": all_to_all_seconds,
-        "broadcast": broadcast_seconds,
-        "reduce": broadcast_seconds,
-        "gather": gather_seconds,
-        "scatter": gather_seconds,
-    }
-    if kind not in functions:
+    if kind not in _SECONDS:
         raise ValueError(f"collective_seconds: unknown kind {kind!r}")
-    return functions[kind](num_bytes=num_bytes, num_ranks=num_ranks, link=link)
+    return _SECONDS[kind](num_bytes=num_bytes, num_ranks=num_ranks, link=link)
