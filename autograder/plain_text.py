@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ def is_hidden(character: str) -> bool:
 def first_line(text: object) -> str:
     """The first line that is not empty, made safe; empty if there is none."""
     return next(iter(clean(text).strip().splitlines()), "")
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first `most` names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def say(console: Console, line: str) -> None:

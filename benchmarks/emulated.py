@@ -17,7 +17,8 @@ from harness import Row, main_arguments, write
 from torch import nn
 
 from minidist import emulate
-from minidist.emulate import Charged, ChargePlan, Cluster, Link, clusters, collective_seconds
+from minidist.cost.comm import collective_seconds
+from minidist.emulate import Charged, ChargePlan, Cluster, Link, clusters
 from minidist.parallel.data import BucketedDDP
 from minidist.parallel.pipeline import PipelineExecutor, one_f_one_b
 from minidist.parallel.pipeline.p2p import TensorSpec
@@ -108,9 +109,15 @@ def measure() -> list[Row]:
     plan = ChargePlan((FORWARD_S,) * DEPTH, (BACKWARD_S,) * DEPTH, secret=b"benchmark")
     rows = []
     for n in (2, 4):
-        reduce_s = collective_seconds("all_reduce", LAYER_BYTES, n, LINK)
-        gather_s = collective_seconds("all_gather", LAYER_BYTES, n, LINK)
-        scatter_s = collective_seconds("reduce_scatter", LAYER_BYTES, n, LINK)
+        reduce_s = collective_seconds(
+            kind="all_reduce", num_bytes=LAYER_BYTES, num_ranks=n, link=LINK
+        )
+        gather_s = collective_seconds(
+            kind="all_gather", num_bytes=LAYER_BYTES, num_ranks=n, link=LINK
+        )
+        scatter_s = collective_seconds(
+            kind="reduce_scatter", num_bytes=LAYER_BYTES, num_ranks=n, link=LINK
+        )
         # Nothing can compute before the first all-gather; the last gradients come last.
         ddp_s, zero3_s = step_seconds(train_ddp, n, plan), step_seconds(train_zero3, n, plan)
         rows += [

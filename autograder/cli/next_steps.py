@@ -9,6 +9,7 @@ from nbgrader.api import MissingEntry
 from autograder.course.course import Course, CourseError
 from autograder.criteria.criterion import Status
 from autograder.gradebook.database import gradebook_path, open_gradebook, read_grades
+from autograder.plain_text import listed
 from autograder.records.record import Record
 
 _SHOWN = 5
@@ -23,14 +24,14 @@ def next_steps(
         yield f"take what it handed in: autograder collect DOWNLOAD --lab {lab}"
         return
     if failed := [record.student for record in records if record.infra]:
-        yield f"run the same command again, for whom our grader failed: {_names(failed)}"
+        yield f"run the same command again, for whom our grader failed: {listed(failed, _SHOWN)}"
     invalid = {
         record.student
         for record in records
         if any(each.status == Status.INVALID for each in record.criteria)
     }
     if invalid:
-        yield f"ask for a notebook that can be read: {_names(sorted(invalid))}"
+        yield f"ask for a notebook that can be read: {listed(sorted(invalid), _SHOWN)}"
     if not gradebook_path(course).is_file():
         return
     try:
@@ -40,11 +41,7 @@ def next_steps(
         return
     by_hand = [g.student for g in grades if g.needs_person and g.student not in invalid]
     if by_hand:
-        yield f"grade by hand, in formgrader (jupyter lab, in this folder): {_names(by_hand)}"
+        names = listed(by_hand, _SHOWN)
+        yield f"grade by hand, in formgrader (jupyter lab, in this folder): {names}"
     if grades:
         yield f"publish: autograder publish --lab {lab} --to canvas|moodle|gradescope|csv"
-
-
-def _names(students: Sequence[str]) -> str:
-    more = len(students) - _SHOWN
-    return ", ".join(students[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

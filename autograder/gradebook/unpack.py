@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
 
+from autograder.plain_text import listed
 from autograder.submission.find import display_name
 
 MAX_FILE_BYTES = 1 << 30
@@ -55,10 +56,9 @@ def refuse_links(folder: Path) -> None:
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 odd.append(display_name(os.path.relpath(os.path.join(where, name), folder)))
     if odd:
-        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
         raise DownloadError(
             f"{folder}: symbolic links and special files are not taken: remove "
-            f"{', '.join(odd[:_SHOWN])}{more}"
+            f"{listed(odd, _SHOWN)}"
         )
 
 

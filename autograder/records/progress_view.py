@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autograder.course.course import Course, CourseError
-from autograder.plain_text import clean
+from autograder.plain_text import clean, listed
 from autograder.records.progress import Batch, Progress, Run, Tail
 
 MAX_NAMES = 12
@@ -114,10 +114,8 @@ def _view(batch: Batch, now: float) -> RenderableType:
     if rows:
         lines.append(_table(batch, rows, now))
     for state in ("queued", "waiting"):
-        if those := [run.student for run in batch.runs.values() if run.state == state]:
-            more = f" and {len(those) - MAX_NAMES} more" if len(those) > MAX_NAMES else ""
-            names = ", ".join(clean(name) for name in those[:MAX_NAMES])
-            lines.append(Text(f"{state}: {names}{more}"))
+        if those := [clean(run.student) for run in batch.runs.values() if run.state == state]:
+            lines.append(Text(f"{state}: {listed(those, MAX_NAMES)}"))
     return Group(*lines)
 
 

@@ -55,18 +55,6 @@ class Part:
         return ", ".join(sorted({clean(r.lab) for r in self.records})) or "no submissions"
 
 
-def write_html(
-    records: Sequence[Record],
-    path: Path,
-    similar: Sequence[Sequence[str]] = (),
-    suspicious: Sequence[Sequence[str]] = (),
-    left_out: Mapping[Path, str] | None = None,
-) -> None:
-    """Writes the page of one lab; the arguments are those of `Part`."""
-    named = {folder.name: why for folder, why in (left_out or {}).items()}
-    write_page([Part(records, similar, suspicious, named)], path)
-
-
 def write_page(parts: Sequence[Part], path: Path) -> None:
     """Writes one page without scripts or external assets: summary, matrix, messages per student."""
     body, number = [], 0

@@ -113,10 +113,10 @@ def read_submission(path: Path, master: NotebookNode, limits: IntakeLimits | Non
     return Intake(notebook=notebook, sha256=sha256, notes=notes[:_MAX_NOTES])
 
 
-def sha256_of(path: Path, limits: IntakeLimits | None = None) -> str:
+def sha256_of(path: Path) -> str:
     """`Intake.sha256` of a submission, without parsing it."""
     try:
-        return _read(path, limits or IntakeLimits())[1].hexdigest()
+        return _read(path, IntakeLimits())[1].hexdigest()
     except _Invalid as reason:
         return _unread(reason)
 

@@ -86,3 +86,40 @@ def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         lists.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(lists.values())
+
+
+class NamedGroup(dist.ProcessGroup):
+    """A process group in Python: its names, under both of torch's naming conventions.
+
+    It does not own its connection, so `shutdown` and `abort` do nothing.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, backend: str) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._backend, self._group_name, self._group_desc = backend, name, backend
+
+    def getBackendName(self) -> str:
+        return self._backend
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)  # pyright: ignore[reportIncompatibleMethodOverride]
+    group_desc = property(getGroupDesc)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass

@@ -21,7 +21,7 @@ from autograder.gradebook.full_marks import leave_reflections_out, offer_reflect
 from autograder.gradebook.publish import Options, publish
 from autograder.gradebook.roster import read_roster
 from autograder.records.record import Record
-from autograder.report.page import write_html
+from autograder.report.page import Part, write_page
 from autograder.report.terminal import rich_table, score_of, write_csv
 
 NAMES = [criterion.name for criterion in get_lab(LAB).criteria]
@@ -96,7 +96,7 @@ def test_everything_that_shows_a_score_agrees(
     full = get_lab(LAB).max_score
     assert record.max_score == full == 100
     # Report, terminal and table.
-    write_html([record], folder / "report.html")
+    write_page([Part([record])], folder / "report.html")
     page = (folder / "report.html").read_text("utf-8")
     assert f">{score_of(record)}</td>" in page
     assert score_of(record).endswith(" / 100")

@@ -17,7 +17,7 @@ from rich.console import Console
 from autograder.criteria.criterion import Status, Verdict
 from autograder.plain_text import MARKS, clean
 from autograder.records.record import Record
-from autograder.report.page import write_html
+from autograder.report.page import Part, write_page
 from autograder.report.terminal import reason, rich_table, write_csv
 from autograder.submission.attempt import not_graded
 from autograder.submission.find import Submission
@@ -165,7 +165,7 @@ def test_extra_points_lead_beyond_full_marks(tmp_path):
     ada, barbara = record("ada", 31.2), record("barbara", 29.8)
     extra = Verdict("gpu", Status.PASS, 12, 12, "", extra=True)
     ada = replace(ada, criteria=(*ada.criteria, extra))
-    write_html([ada, barbara], path := tmp_path / "report.html")
+    write_page([Part([ada, barbara])], path := tmp_path / "report.html")
     page = path.read_text("utf-8")
     assert "<dt>full marks</dt><dd>2</dd>" in page
     assert "112 / 100" in page
@@ -207,7 +207,7 @@ def test_whom_the_grader_failed_has_no_score(tmp_path: Path):
     assert row["reason"] == "INFRA: no disk"
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(rich_table([ungraded]))
-    write_html([ungraded], tmp_path / "report.html")
+    write_page([Part([ungraded])], tmp_path / "report.html")
     for text in (console.export_text(), (tmp_path / "report.html").read_text("utf-8")):
         assert "– / 100" in text
         assert "0 / 100" not in text
@@ -262,7 +262,7 @@ class _Page(html.parser.HTMLParser):
 
 def test_the_page_is_safe_and_complete(records, tmp_path: Path):
     path = tmp_path / "report.html"
-    write_html(records, path)
+    write_page([Part(records)], path)
     page = _Page(path.read_text())
     assert page.open == []
     names = {tag for tag, _ in page.tags}
@@ -286,7 +286,7 @@ def test_the_page_is_safe_and_complete(records, tmp_path: Path):
 
 def test_the_page_counts_right(records, tmp_path: Path):
     path = tmp_path / "report.html"
-    write_html(records, path)
+    write_page([Part(records)], path)
     text = re.sub(r"<[^>]*>", " ", path.read_text())
     words = " ".join(text.split())
     # Three reduce late, ken's was not reached, one wrote nothing; the invalid one does not count.
@@ -302,7 +302,7 @@ def test_the_page_counts_right(records, tmp_path: Path):
 @pytest.mark.parametrize("status", list(MARKS))
 def test_every_status_can_be_shown(status: str, tmp_path: Path):
     one = [record("x", 1.0, {"setup": (status, "why")}), record("y", 1.0, everything=(status, "m"))]
-    write_html(one, tmp_path / "a.html")
+    write_page([Part(one)], tmp_path / "a.html")
     write_csv(one, tmp_path / "a.csv")
     assert f"mark {status}'" in (tmp_path / "a.html").read_text()
     assert status in _terminal(one)
@@ -314,7 +314,7 @@ def test_odd_records_do_not_break_it(tmp_path: Path):
     other = record("x" * 300, 1e6, {"setup": ("WRONG", "m" * 100_000)})
     other = replace(other, lab="lab2_zero")
     for some in ([], [odd], [odd, other]):
-        write_html(some, tmp_path / "a.html")
+        write_page([Part(some)], tmp_path / "a.html")
         write_csv(some, tmp_path / "a.csv")
         _terminal(some, 120)
     assert (tmp_path / "a.html").stat().st_size < 60_000

@@ -14,7 +14,7 @@ from autograder.__main__ import main
 from autograder.course.course import Course
 from autograder.proof.zoo import load_zoo
 from autograder.report.authored import read_class
-from autograder.report.page import write_html
+from autograder.report.page import Part, write_page
 from autograder.report.similar import (
     MAX_ROWS,
     MIN_RUNS,
@@ -218,13 +218,13 @@ def test_files_that_cannot_be_read_are_left_out(tmp_path):
 
 def test_the_report_has_a_row_per_pair_and_nothing_of_a_student_runs(tmp_path):
     pairs = [Pair("<script>x</script>", "kim", 0.934, ("task7_ddp", "task3"))]
-    write_html([made_record("kim")], tmp_path / "report.html", rows(pairs))
+    write_page([Part([made_record("kim")], rows(pairs))], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "Near-identical submissions" in page
     assert "<script>" not in page
     assert "93 %" in page
     assert "task7_ddp, task3" in page
-    write_html([made_record("kim")], tmp_path / "report.html")
+    write_page([Part([made_record("kim")])], tmp_path / "report.html")
     assert "Near-identical" not in (tmp_path / "report.html").read_text()
     many = rows([Pair(f"s{i}", "t", 1.0, ()) for i in range(MAX_ROWS + 7)])
     assert len(many) == MAX_ROWS + 1

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_helper import Gpt, Plain, build, compare, compare_optimizer, train
 
-from minidist.emulate import Charged, ChargePlan, Cluster, Link, collective_seconds
+from minidist.cost.comm import collective_seconds
+from minidist.emulate import Charged, ChargePlan, Cluster, Link
 from minidist.emulate import run as run_emulated
 from minidist.launch import run
 from minidist.parallel.data import clip_grad_norm
@@ -802,7 +803,11 @@ def test_the_schedule_is_as_good_as_can_be(world_size):
         for steps in (2, 3)
     ]
     # Nothing can compute before the first all-gather, and the last gradients come last.
-    gather_s = collective_seconds("all_gather", num_bytes, world_size, link)
-    reduce_s = collective_seconds("reduce_scatter", num_bytes, world_size, link)
+    gather_s = collective_seconds(
+        kind="all_gather", num_bytes=num_bytes, num_ranks=world_size, link=link
+    )
+    reduce_s = collective_seconds(
+        kind="reduce_scatter", num_bytes=num_bytes, num_ranks=world_size, link=link
+    )
     best_s = gather_s + DEPTH * (forward_s + backward_s) + reduce_s
     assert best_s - 1e-9 <= ends[1] - ends[0] <= 1.01 * best_s

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import finite_floats, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 SHAPE = (3, 4)
@@ -282,13 +282,8 @@ def _collect(case: Case, kind: str, shape: tuple[int, ...]) -> list[list[np.ndar
         for visit in range(2):
             for rank in range(world_size):
                 real = rank % case.world_size
-                got = case.answers[real].get(f"{kind}{number}/{rank}/{visit}")
-                if (
-                    not isinstance(got, np.ndarray)
-                    or got.shape != shape
-                    or got.dtype.kind != "f"
-                    or not np.isfinite(got).all()
-                ):
+                got = finite_floats(case.answers[real].get(f"{kind}{number}/{rank}/{visit}"), shape)
+                if got is None:
                     return Finding(f"rank={rank}: no model or no numbers came back.", real)
                 arrays.append(got)
         found.append(arrays)

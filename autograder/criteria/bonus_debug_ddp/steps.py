@@ -22,15 +22,8 @@ SAMPLES = 4
 
 def _draw_batches(draw: Draw, steps: int, dtype: str) -> list[Values]:
     """The same weights on all ranks; different data on each rank and in each step."""
-    start = oracle.draw_parameters(draw.shared(), SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        values, rng = start | {"steps": steps, "dtype": dtype}, draw.private(rank)
-        for step in range(steps):
-            batch = oracle.draw_batch(rng, SAMPLES, SIZES)
-            values |= {f"{n}/{step}": batch[n] for n in "xy"}
-        inputs.append(values)
-    return inputs
+    start = oracle.draw_parameters(draw.shared(), SIZES) | {"steps": steps, "dtype": dtype}
+    return oracle.private_batches(draw, start, [(SAMPLES,)] * steps, SIZES)
 
 
 def _global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,15 +193,8 @@ def draw_accumulate(draw: Draw) -> list[Values]:
     """Numbers of micro-batches unequal to the number of ranks; different data on each rank."""
     rng, sizes = draw.shared(), ddp.SIZES
     ks = [int(k) for k in rng.permutation([k for k in (2, 3, 4, 5) if k != draw.world_size])[:3]]
-    start = oracle.draw_parameters(rng, sizes)
-    inputs = []
-    for rank in range(draw.world_size):
-        values, own = start | {"ks": ks}, draw.private(rank)
-        for call, k in enumerate(ks):
-            batch = oracle.draw_batch(own, k * SAMPLES, sizes)
-            values |= {f"{n}/{call}": batch[n].reshape(k, SAMPLES, -1) for n in "xy"}
-        inputs.append(values)
-    return inputs
+    start = oracle.draw_parameters(rng, sizes) | {"ks": ks}
+    return oracle.private_batches(draw, start, [(k, SAMPLES) for k in ks], sizes)
 
 
 def judge_accumulate(case: Case) -> list[Finding]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 FEATURES, CLASSES = 5, 4
@@ -205,7 +205,7 @@ def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
     batches = []
     for rank, answer in enumerate(case.answers):
         seen = answer.get("seen")
-        if not isinstance(seen, np.ndarray) or seen.ndim != 1 or seen.dtype.kind != "f":
+        if not is_floats(seen) or seen.ndim != 1:
             return Finding("no samples went through the model.", rank)
         numbers = [round(float(v) * inputs["n"]) if np.isfinite(v) else -1 for v in seen]
         per_epoch, rest = divmod(len(numbers), inputs["num_epochs"])
@@ -236,7 +236,7 @@ def _epochs(case: Case) -> list[np.ndarray] | Finding:
     rows = []
     for rank, answer in enumerate(case.answers):
         seen = answer.get("seen")
-        if not isinstance(seen, np.ndarray) or seen.ndim != 1 or seen.dtype.kind != "f":
+        if not is_floats(seen) or seen.ndim != 1:
             return Finding("no samples went through the model.", rank)
         if len(seen) != expected:
             return Finding(
@@ -317,11 +317,7 @@ def judge_saved(case: Case) -> list[Finding]:
         )
     for name in NAMES if not findings else ():
         trained = answer.get(name)
-        if (
-            not isinstance(trained, np.ndarray)
-            or trained.dtype.kind != "f"
-            or trained.shape != SHAPES[name]
-        ):
+        if not is_floats(trained, SHAPES[name]):
             findings.append(
                 Finding(
                     f"{name}: expected a trained model with values of shape {list(SHAPES[name])}.",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import plain
+from autograder.criteria.common.answers import is_floats, item_of, plain
 from autograder.criteria.common.launched import ON_CPU, run_script
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -354,9 +354,8 @@ def judge_rejoin(case: Case) -> list[Finding]:
     for name in ("losses", *(k for k in given if k[0] == "p" and k[1:].isdigit())):
         whole, resumed = answer.get(f"whole/{name}"), answer.get(f"resumed/{name}")
         same = (
-            isinstance(whole, np.ndarray)
+            is_floats(whole)
             and isinstance(resumed, np.ndarray)
-            and whole.dtype.kind == "f"
             and np.isfinite(whole).all()
             and np.array_equal(whole, resumed)
         )
@@ -376,7 +375,7 @@ def _why(given: Values, got: Any) -> str:
     """The likely reason why the losses are not right."""
     every, steps = given["job"]["every"], given["job"]["steps"]
     _, losses = expected_training(given)
-    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.ndim != 1:
+    if not is_floats(got) or got.ndim != 1:
         return ""
     if len(got) < steps:
         return f"Expected {steps} losses, got {len(got)}: those so far belong to the state."
@@ -434,7 +433,7 @@ def judge_preempted(case: Case) -> Iterator[Finding]:
     given, runs = case.inputs[0], plain(case.answers[0]).get("runs")
     every = given["job"]["every"]
     for number, stop in enumerate(given["stops"]):
-        run = runs[number] if isinstance(runs, list) and number < len(runs) else None
+        run = item_of(runs, number)
         run = run if isinstance(run, dict) else {}
         story = f"`requested` says True after step {stop} (--every={every}):"
         saves = run.get("saves")

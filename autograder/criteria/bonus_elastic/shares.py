@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.answers import finite_floats, item_of, plain
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -217,12 +217,10 @@ def _all_gradients(answer: Values, parameters: list[np.ndarray]) -> np.ndarray |
     """All gradients in one vector; None if a gradient is missing, not finite or misshapen."""
     pieces = []
     for i, parameter in enumerate(parameters):
-        gradient = answer.get(f"g{i}")
-        if not isinstance(gradient, np.ndarray) or gradient.shape != parameter.shape:
+        gradient = finite_floats(answer.get(f"g{i}"), parameter.shape)
+        if gradient is None:
             return None
-        if gradient.dtype.kind != "f" or not np.isfinite(gradient).all():
-            return None
-        pieces.append(gradient.astype(np.float64).ravel())
+        pieces.append(gradient.ravel())
     return np.concatenate(pieces)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.answers import is_floats, item_of, plain
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -124,7 +124,7 @@ def judge_reshard(case: Case) -> Iterator[Finding]:
 def _wrong_part(parts: list[Any], right: np.ndarray, size: int) -> str:
     for new, part in enumerate(parts):
         expected = right[new * size : (new + 1) * size]
-        if not isinstance(part, np.ndarray) or part.dtype.kind != "f":
+        if not is_floats(part):
             return f"the new rank {new} has no vector."
         if part.shape != expected.shape:
             return (

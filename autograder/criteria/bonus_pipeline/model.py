@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from autograder.criteria.common.answers import is_floats, item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 CASES = 8
@@ -52,9 +53,7 @@ def observe_bubble(functions: Any, inputs: Values, context: Context) -> Values:
 
 
 def _is_close(got: Any, expected: np.ndarray) -> bool:
-    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.shape != expected.shape:
-        return False
-    return bool(np.allclose(got, expected))
+    return is_floats(got, expected.shape) and bool(np.allclose(got, expected))
 
 
 def judge_bubble(case: Case) -> Iterator[Finding]:
@@ -99,7 +98,7 @@ def judge_choice(case: Case) -> Iterator[Finding]:
         found = answer.get("found")
         for number, (p, bubble) in enumerate(case.inputs[rank]["wanted"]):
             right = max(1, math.ceil((p - 1) * (1 - bubble) / bubble))
-            got = found[number] if isinstance(found, list) and number < len(found) else None
+            got = item_of(found, number)
             if type(got) is not int or got != right:
                 yield Finding(
                     f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got {got}.",

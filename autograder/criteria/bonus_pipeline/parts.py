@@ -11,6 +11,7 @@ from torch import nn
 
 from autograder.criteria.bonus_pipeline.plan import Step
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 DTYPE = torch.float64
@@ -44,9 +45,9 @@ def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
     return inputs
 
 
-def draw_widths(draw: Draw, low: int = 4, high: int = 12) -> list[int]:
+def draw_widths(draw: Draw) -> list[int]:
     """The width of the input, and the width after each stage."""
-    widths = draw.shared("widths").integers(low, high, draw.world_size + 1)
+    widths = draw.shared("widths").integers(4, 12, draw.world_size + 1)
     return [int(w) + i % 2 for i, w in enumerate(widths)]
 
 
@@ -119,7 +120,7 @@ def solve(case: Case, number: int) -> tuple[float, list[np.ndarray]]:
 
 def vector(value: Any, like: np.ndarray) -> np.ndarray | None:
     """`value` as float64 if it is a finite array of `like`'s shape."""
-    if not isinstance(value, np.ndarray) or value.shape != like.shape or value.dtype.kind != "f":
+    if not is_floats(value, like.shape):
         return None
     value = value.astype(np.float64)
     return value if np.isfinite(value).all() and np.abs(value).max(initial=0) < 1e30 else None

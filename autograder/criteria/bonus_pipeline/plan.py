@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 Step = tuple[str, int]
@@ -73,7 +74,7 @@ def judge_cut(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         cuts = answer.get("cuts")
         for number, (costs, stages) in enumerate(case.inputs[rank]["cases"]):
-            got = cuts[number] if isinstance(cuts, list) and number < len(cuts) else None
+            got = item_of(cuts, number)
             problem = _cut_problem(got, costs, stages)
             if problem:
                 yield Finding(f"cut_layers({costs}, {stages}): {problem}", rank)
@@ -273,7 +274,7 @@ def judge_kept(case: Case) -> Iterator[Finding]:
         peaks = answer.get("peaks")
         for number, steps in enumerate(case.inputs[rank]["schedules"]):
             right = most_kept([(what, i) for what, i in steps])
-            got = peaks[number] if isinstance(peaks, list) and number < len(peaks) else None
+            got = item_of(peaks, number)
             if type(got) is not int or got != right:
                 text = " ".join(f"{what[0].upper()}{i}" for what, i in steps)
                 yield Finding(f"{text}: expected {right}, got {got}.", rank)

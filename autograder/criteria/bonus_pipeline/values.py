@@ -22,6 +22,7 @@ from autograder.criteria.bonus_pipeline.plan import (
     one_f_one_b_of,
 )
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 RTOL = 1e-9
@@ -178,7 +179,7 @@ def judge_loss(case: Case) -> list[Finding]:
         right, m = parts.solve(case, number)[0], len(each["sizes"])
         for rank, answer in enumerate(case.answers):
             losses = answer.get("losses")
-            got = losses[number] if isinstance(losses, list) and number < len(losses) else None
+            got = item_of(losses, number)
             if type(got) is float and abs(got - right) <= 1e-5 * abs(right):
                 continue
             why = ""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 TOLERANCE = {"float32": 2e-4, "float64": 1e-8}
@@ -109,7 +110,7 @@ def judge_columns(case: Case) -> Iterator[Finding]:
 
 def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | None:
     """Why `got` is not an orthonormal basis of the columns of `matrix`, or None."""
-    if not isinstance(got, np.ndarray) or got.dtype.kind != "f":
+    if not is_floats(got):
         return "expected a tensor of floating-point numbers."
     if got.shape != matrix.shape:
         return f"expected shape {list(matrix.shape)}, got {list(got.shape)}."

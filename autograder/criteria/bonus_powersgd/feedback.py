@@ -22,6 +22,7 @@ from autograder.criteria.bonus_powersgd.model import (
     start_of,
 )
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import finite_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 observe = observe_steps
@@ -44,13 +45,6 @@ def draw_steps(draw: Draw) -> list[Values]:
     return draw_gradients(draw, SHAPES, 5, "float64")
 
 
-def _array(answer: Values, name: str, shape: Any) -> np.ndarray | None:
-    got = answer.get(name)
-    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.shape != tuple(shape):
-        return None
-    return got.astype(np.float64) if np.isfinite(got).all() else None
-
-
 def judge_telescope(case: Case) -> list[Finding]:
     """All applied gradients plus the mean of the remaining errors are the sum of the true means."""
     findings: list[Finding] = []
@@ -60,7 +54,7 @@ def judge_telescope(case: Case) -> list[Finding]:
             continue
         left: list[np.ndarray] = []
         for rank, answer in enumerate(case.answers):
-            error = _array(answer, f"e{steps - 1}/{i}", shape)
+            error = finite_floats(answer.get(f"e{steps - 1}/{i}"), shape)
             if error is None:
                 return [Finding(f"error_of({i}): expected finite numbers of shape {shape}.", rank)]
             left.append(error)
@@ -68,7 +62,7 @@ def judge_telescope(case: Case) -> list[Finding]:
         true = np.sum(means, axis=0)
         late = oracle.mean(left)
         for rank, answer in enumerate(case.answers):
-            parts = [_array(answer, f"a{s}/{i}", shape) for s in range(steps)]
+            parts = [finite_floats(answer.get(f"a{s}/{i}"), shape) for s in range(steps)]
             applied = [part for part in parts if part is not None]
             total = np.sum(applied, axis=0) + late if len(applied) == steps else None
             hint = "Every rank adds its error to its gradient once, before the step."
@@ -112,7 +106,7 @@ def judge_errors(case: Case) -> Iterator[Finding]:
         compressed = expected_shape(shape, case.inputs[0]["rank"])
         for rank, answer in enumerate(case.answers):
             own = case.inputs[rank][f"g0/{i}"].astype(np.float64)
-            applied = _array(answer, f"a0/{i}", shape)
+            applied = finite_floats(answer.get(f"a0/{i}"), shape)
             if applied is None:
                 yield Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)
                 return
@@ -138,7 +132,7 @@ def judge_errors(case: Case) -> Iterator[Finding]:
             if compressed:
                 # What was applied is added on both sides: the tolerance comes from the gradient.
                 what += ", + the gradient that was applied, held against this rank's own gradient"
-                error, expected = _array(answer, f"e0/{i}", shape), own
+                error, expected = finite_floats(answer.get(f"e0/{i}"), shape), own
                 got = None if error is None else error + applied
             if wrong := oracle.differs(rank, what, got, expected, dtype="float32", hint=hint):
                 yield wrong
@@ -232,7 +226,7 @@ def judge_resume(case: Case) -> list[Finding]:
                 ]
         for i, shape in enumerate(case.inputs[0]["shapes"]):
             for rank, answer in enumerate(case.answers):
-                on = _array(answer, f"on{step}/{i}", shape)
+                on = finite_floats(answer.get(f"on{step}/{i}"), shape)
                 if on is None:
                     findings.append(
                         Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)

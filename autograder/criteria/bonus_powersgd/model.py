@@ -15,6 +15,7 @@ from torch import nn
 
 from autograder.criteria.bonus_powersgd.columns import expected_shape
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 SHAPES = ((14, 11), (14,), (9, 4, 3, 2), (), (2, 3), (12, 30), (1,))
@@ -86,7 +87,7 @@ def start_of(case: Case, i: int, columns: int) -> list[np.ndarray] | Finding:
     wanted = (columns, case.inputs[0]["rank"])
     for rank, answer in enumerate(case.answers):
         q = answer.get(f"q/{i}")
-        if not isinstance(q, np.ndarray) or q.dtype.kind != "f" or q.shape != wanted:
+        if not is_floats(q, wanted):
             got = list(q.shape) if isinstance(q, np.ndarray) else "nothing"
             return Finding(
                 f"q_of({i}) before the first step: expected shape {list(wanted)}, got "

@@ -10,6 +10,7 @@ import torch
 
 from autograder.criteria.bonus_powersgd.columns import columns_problem
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 TOLERANCE = 1e-3
@@ -126,9 +127,7 @@ def judge_factor(case: Case) -> Iterator[Finding]:
 
 def _usable(p: Any, shape: tuple[int, int]) -> bool:
     return (
-        isinstance(p, np.ndarray)
-        and p.dtype.kind == "f"
-        and p.shape == shape
+        is_floats(p, shape)
         and bool(np.isfinite(p).all())
         and float(np.abs(p).max(initial=0.0)) < MOST_STRETCH
         and float(np.linalg.svd(p.astype(np.float64), compute_uv=False)[-1]) > LEAST_STRETCH

@@ -16,6 +16,7 @@ from autograder.criteria.bonus_powersgd.model import (
     parameters_for,
 )
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- the start -----------------------------------------------------------------------------------
@@ -82,18 +83,14 @@ def judge_seed(case: Case) -> Iterator[Finding]:
 def _same(one: Any, other: Any, tolerance: float) -> bool:
     return (
         isinstance(one, np.ndarray)
-        and isinstance(other, np.ndarray)
-        and other.dtype.kind == "f"
-        and one.shape == other.shape
+        and is_floats(other, one.shape)
         and np.allclose(one, other, rtol=tolerance, atol=tolerance)
     )
 
 
 def _is_start(q: Any, wanted: tuple[int, int]) -> bool:
     return (
-        isinstance(q, np.ndarray)
-        and q.dtype.kind == "f"
-        and q.shape == wanted
+        is_floats(q, wanted)
         and bool(np.isfinite(q).all())
         and int(np.linalg.matrix_rank(q)) == wanted[1]
     )

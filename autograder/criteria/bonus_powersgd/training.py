@@ -13,6 +13,7 @@ from torch import nn
 
 from autograder.criteria.bonus_powersgd.columns import expected_shape
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import finite_floats, item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 CASES = 6
@@ -75,7 +76,7 @@ def judge_numbers(case: Case) -> Iterator[Finding]:
         expected = [_numbers(each)[1] for each in cases]
         said = answer.get("sent")
         for i, each in enumerate(cases):
-            got = said[i] if isinstance(said, list) and i < len(said) else None
+            got = item_of(said, i)
             if got != expected[i]:
                 yield Finding(
                     f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, got "
@@ -136,14 +137,7 @@ SIZES, BATCH, STEPS, LR = (7, 9, 3), 5, 4, 0.3
 def draw_train(draw: Draw) -> list[Values]:
     """The same weights, private batches."""
     start = oracle.draw_parameters(draw.shared(), SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, values = draw.private(rank), dict(start)
-        for step in range(STEPS):
-            batch = oracle.draw_batch(rng, BATCH, SIZES)
-            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
-        inputs.append(values)
-    return inputs
+    return oracle.private_batches(draw, start, [(BATCH,)] * STEPS, SIZES)
 
 
 class ExactReducer:
@@ -247,14 +241,8 @@ def judge_converges(case: Case) -> Iterator[Finding]:
     shapes = [tuple(p.shape) for p in start.parameters()]
     zero = case.answers[0]
     for rank, answer in enumerate(case.answers):
-        arrays = [answer.get(f"p{i}") for i in range(len(shapes))]
-        if any(
-            not isinstance(a, np.ndarray)
-            or a.dtype.kind != "f"
-            or a.shape != shape
-            or not np.isfinite(a).all()
-            for a, shape in zip(arrays, shapes, strict=True)
-        ):
+        arrays = [finite_floats(answer.get(f"p{i}"), shape) for i, shape in enumerate(shapes)]
+        if any(a is None for a in arrays):
             yield Finding("the parameters after training are not finite.", rank)
             continue
         model = oracle.mlp({f"p{i}": a for i, a in enumerate(arrays)}, torch.float64)

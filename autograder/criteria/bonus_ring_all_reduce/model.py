@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import returned
+from autograder.criteria.common.answers import item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 CASES = 8
@@ -103,7 +103,7 @@ def judge_choice(case: Case) -> Iterator[Finding]:
         for number, values in enumerate(case.inputs[rank]["cases"]):
             ring, tree = ring_s(*values), tree_s(*values)
             right = "ring" if ring < tree else "tree"
-            got = said[number] if isinstance(said, list) and number < len(said) else None
+            got = item_of(said, number)
             if got != right:
                 yield Finding(
                     f"{_where(values)}: a ring takes {ring:.3g} s, a tree {tree:.3g} s; expected "

@@ -18,6 +18,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     wrong_answer,
     wrong_part,
 )
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
@@ -209,7 +210,7 @@ def _judge(case: Case, kind: str, *, whole: bool) -> Iterator[Finding]:
 
 
 def _explain_bias(got: Any, y: np.ndarray, bias: np.ndarray, n: int) -> str:
-    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.shape != y.shape or n == 1:
+    if not is_floats(got, y.shape) or n == 1:
         return ""
     if np.allclose(got, y + (n - 1) * bias):
         return f"The bias was added {n} times: each rank added it before the sum."

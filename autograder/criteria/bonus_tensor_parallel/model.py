@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 HEAD, BATCH = 4, 2  # width of a head, sequences in a batch
@@ -228,11 +229,7 @@ def explain(case: Case, key: str, rank: int, expected: np.ndarray) -> str:
     got = [answer.get(key) for answer in case.answers]
     n = case.world_size
     if n == 1 or any(
-        not isinstance(a, np.ndarray)
-        or a.dtype.kind != "f"
-        or a.shape != expected.shape
-        or not np.abs(a).max(initial=0.0) < 1e100
-        for a in got
+        not is_floats(a, expected.shape) or not np.abs(a).max(initial=0.0) < 1e100 for a in got
     ):
         return ""
     arrays = [np.asarray(a, dtype=np.float64) for a in got]

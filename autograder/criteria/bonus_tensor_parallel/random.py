@@ -20,6 +20,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     tensor,
 )
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 COUNT, P = 200, 0.5
@@ -192,13 +193,7 @@ def judge_block(case: Case) -> Iterator[Finding]:
     """Requires per-rank masks of hidden features, equal outputs, and no dropout in eval mode."""
     n, width = case.world_size, case.inputs[0]["width"]
     hidden = [answer.get("hidden") for answer in case.answers]
-    if not all(
-        isinstance(h, np.ndarray)
-        and h.dtype.kind == "f"
-        and h.shape == (4 * width // n,)
-        and np.isfinite(h).all()
-        for h in hidden
-    ):
+    if not all(is_floats(h, (4 * width // n,)) and np.isfinite(h).all() for h in hidden):
         yield Finding("mlp.up.bias has no finite gradient of its shape after a backward pass.")
         return
     right = solve(case.inputs[0])["y"]
@@ -232,7 +227,7 @@ def _judge_block_of(
             "region dropout draws from the stream.",
             rank,
         )
-    elif not isinstance(y0, np.ndarray) or y0.dtype.kind != "f":
+    elif not is_floats(y0):
         yield Finding("training mode: no output.", rank)
     elif wrong := oracle.differs(
         rank,
@@ -255,7 +250,7 @@ def _judge_block_of(
 
 def _is_dropped(whole: Any, dropped: Any) -> bool:
     """Whether `dropped` is `whole` after dropout with p = 1/2: some zeros, the rest doubled."""
-    if not all(isinstance(a, np.ndarray) and a.dtype.kind == "f" for a in (whole, dropped)):
+    if not all(is_floats(a) for a in (whole, dropped)):
         return False
     if whole.shape != dropped.shape or not (np.isfinite(whole) & (np.abs(whole) > 0.1)).all():
         return False

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- flat vectors --------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def judge_groups(case: Case) -> Iterator[Finding]:
                         kept.append(i)
                 if kept:
                     expected.append([kept, options])
-            got = told[number] if isinstance(told, list) and number < len(told) else None
+            got = item_of(told, number)
             if got != expected:
                 yield Finding(
                     f"groups {each['groups']} of parameters by number, of which "

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Draw, Finding, Values
 
 Groups = Sequence[tuple[Sequence[Sequence[int]], Values]]  # (shapes, options) of each group
@@ -157,7 +158,7 @@ def same_numbers(got: Sequence[Any], expected: Sequence[np.ndarray]) -> str | No
     """How the nonzero numbers of all ranks differ from the expected ones, or None."""
     flat = []
     for each in got:
-        if not isinstance(each, np.ndarray) or each.dtype.kind != "f" or each.ndim != 1:
+        if not is_floats(each) or each.ndim != 1:
             return "nothing was returned."
         if not np.isfinite(each).all():
             return "there are numbers that are not finite."
@@ -199,7 +200,7 @@ def same_direction(
     moved, wanted = [], []
     for i, value in enumerate(expected):
         got, start = answer.get(f"{name}{i}"), inputs[f"p{i}"].astype(np.float64)
-        if not isinstance(got, np.ndarray) or got.shape != start.shape or got.dtype.kind != "f":
+        if not is_floats(got, start.shape):
             return [Finding(f"parameter {i}: nothing of its shape was returned.", rank)]
         if not np.isfinite(got).all() or np.abs(got).max(initial=0) > 1e6:
             return [Finding(f"parameter {i} is not finite, or huge.", rank)]

@@ -120,12 +120,8 @@ def judge_zero2(case: Case) -> Iterator[Finding]:
 
 
 def _judge(case: Case, stage: int, hint: str) -> Iterator[Finding]:
-    results = case.answers[0].get("results")
-    if (
-        not isinstance(results, list)
-        or len(results) not in (1, case.world_size)
-        or not all(isinstance(result, dict) for result in results)
-    ):
+    results = limited.results_of(case)
+    if not results:
         yield Finding("the training left no result.")
         return
     size = PARAMETER_BYTES / limited.MEGABYTE

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import item_of
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -120,7 +121,7 @@ def _norm(case: Case, number: int) -> float:
 def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -> str | None:
     """What is wrong with the returned norm, or None."""
     norms = answer.get("norms")
-    got = norms[number] if isinstance(norms, list) and number < len(norms) else None
+    got = item_of(norms, number)
     if not isinstance(got, float) or not math.isfinite(got):
         return f"expected a finite norm, got {str(got)[:40]}."
     norm = _norm(case, number)

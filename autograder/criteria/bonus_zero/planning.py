@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 # --- formulas ------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> Itera
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         told = answer.get("told")
         for number, each in enumerate(inputs["cases"]):
-            got = told[number] if isinstance(told, list) and number < len(told) else None
+            got = item_of(told, number)
             expected = formula(each)
             if type(got) is not type(expected) or got != expected:
                 call = ", ".join(str(each[argument]) for argument in arguments)
@@ -215,7 +216,7 @@ def judge_train(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         told = answer.get("told")
         for call, count in enumerate(CALLS):
-            pair = told[call] if isinstance(told, list) and call < len(told) else None
+            pair = item_of(told, call)
             expected = (losses[call][rank], norms[call])
             if not isinstance(pair, list) or len(pair) != 2:
                 findings.append(Finding("expected a pair (loss, norm).", rank))

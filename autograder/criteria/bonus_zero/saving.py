@@ -15,6 +15,7 @@ import torch.distributed as dist
 from autograder.criteria.bonus_zero import harness
 from autograder.criteria.bonus_zero.values import FIRST, SECOND, TINY
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 BEFORE, AFTER = 3, 2
@@ -165,9 +166,7 @@ def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Fi
                 name = f"parameter {i}, shape {tuple(shape)}, {what}"
                 on = answer.get(f"on{place}{i}")
                 if (
-                    not isinstance(on, np.ndarray)
-                    or on.dtype.kind != "f"
-                    or on.shape != tuple(shape)
+                    not is_floats(on, shape)
                     or not np.isfinite(on).all()
                     or np.array_equal(on, case.inputs[0][f"p{i}"])
                 ):

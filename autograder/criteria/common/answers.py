@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -20,6 +21,19 @@ def plain(answer: Values) -> Values:
 def item_of(values: Any, number: int) -> Any:
     """Item `number` of `values`, which should be a list; None if there is no such item."""
     return values[number] if isinstance(values, list) and number < len(values) else None
+
+
+def is_floats(value: Any, shape: Sequence[int] | None = None) -> TypeGuard[np.ndarray]:
+    """Whether `value` is an array of floating-point numbers, of `shape` if one is given."""
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    return is_array and (shape is None or value.shape == tuple(shape))
+
+
+def finite_floats(value: Any, shape: Sequence[int]) -> np.ndarray | None:
+    """`value` in float64 if it is an array of finite floating-point numbers of this shape."""
+    return (
+        value.astype(np.float64) if is_floats(value, shape) and np.isfinite(value).all() else None
+    )
 
 
 def as_number(value: Any) -> float | None:

@@ -358,13 +358,21 @@ def judge_function(case: Case) -> Iterator[Finding]:
     return _judge(case, _FUNCTION_COPIES, hint)
 
 
-def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
+def results_of(case: Case) -> list[Values]:
+    """What `launch_limited` brought back: of every rank, of one that failed, or nothing."""
     results = case.answers[0].get("results")
     if (
         not isinstance(results, list)
         or len(results) not in (1, case.world_size)
         or not all(isinstance(result, dict) for result in results)
     ):
+        return []
+    return results
+
+
+def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
+    results = results_of(case)
+    if not results:
         yield Finding("the training left no result.")
         return
     budget = (

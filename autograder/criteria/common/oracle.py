@@ -6,6 +6,7 @@ buckets may be taken in any order, so the criteria never ask for equality.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from autograder.criteria import criterion
-from autograder.criteria.criterion import Finding, Values
+from autograder.criteria.criterion import Draw, Finding, Values
 
 RTOL = {"float32": 2e-4, "float64": 1e-9}
 
@@ -34,6 +35,24 @@ def draw_batch(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Va
         "x": rng.normal(size=(count, sizes[0])).astype(np.float32),
         "y": rng.normal(size=(count, sizes[-1])).astype(np.float32),
     }
+
+
+def private_batches(
+    draw: Draw, start: Values, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> list[Values]:
+    """`start` for every rank, and with it the rank's own batches x/0, y/0, x/1, y/1, …
+
+    Args:
+        shapes: (samples,) of each batch, or (micro-batches, samples).
+    """
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), dict(start)
+        for number, shape in enumerate(shapes):
+            batch = draw_batch(rng, math.prod(shape), sizes)
+            values |= {f"{name}/{number}": batch[name].reshape(*shape, -1) for name in "xy"}
+        inputs.append(values)
+    return inputs
 
 
 def mlp(arrays: Values, dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.common.training import wrap
@@ -37,16 +37,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 def _draw(draw: Draw, calls: list[Values]) -> list[Values]:
     """The same weights on all ranks; per call equal micro-batches, with different data per rank."""
-    start = oracle.draw_parameters(draw.shared("start"), SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        values, rng = start | {"calls": calls}, draw.private(rank)
-        for number, call in enumerate(calls):
-            batch = oracle.draw_batch(rng, call["k"] * SAMPLES, SIZES)
-            shape = (call["k"], SAMPLES, -1)
-            values |= {f"{n}/{number}": batch[n].reshape(shape) for n in "xy"}
-        inputs.append(values)
-    return inputs
+    start = oracle.draw_parameters(draw.shared("start"), SIZES) | {"calls": calls}
+    return oracle.private_batches(draw, start, [(call["k"], SAMPLES) for call in calls], SIZES)
 
 
 def draw_update(draw: Draw) -> list[Values]:
@@ -285,7 +277,7 @@ def _judge_update(
     largest = max(float(np.abs(e).max()) for e in expected)
     for i, (start, update) in enumerate(zip(before, expected, strict=True)):
         got = answer.get(f"p{number}/{i}")
-        if not isinstance(got, np.ndarray) or got.shape != start.shape or got.dtype.kind != "f":
+        if not is_floats(got, start.shape):
             findings.append(Finding(f"parameter {i}: no value of its shape was left.", rank))
             return
         moved = got.astype(np.float64) - start

@@ -46,15 +46,8 @@ def draw_samples(draw: Draw) -> list[Values]:
     """The same weights; a different number of equal micro-batches per call, and data per rank."""
     rng = draw.shared()
     ks = [int(k) for k in rng.permutation([1, 3, 4])]
-    start = oracle.draw_parameters(rng, SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        values, own = start | {"ks": ks}, draw.private(rank)
-        for call, k in enumerate(ks):
-            batch = oracle.draw_batch(own, k * SAMPLES, SIZES)
-            values |= {f"{n}/{call}": batch[n].reshape(k, SAMPLES, -1) for n in "xy"}
-        inputs.append(values)
-    return inputs
+    start = oracle.draw_parameters(rng, SIZES) | {"ks": ks}
+    return oracle.private_batches(draw, start, [(k, SAMPLES) for k in ks], SIZES)
 
 
 @on_two_nodes

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import number_or_none, told
+from autograder.criteria.common.answers import item_of, number_or_none, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- arithmetic ----------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def judge_batch_size(case: Case) -> Iterator[Finding]:
         inputs = case.inputs[rank]
         for name, number, call, expected in _expected_arithmetic(inputs):
             said = told(answer, name)
-            got = said[number] if isinstance(said, list) and number < len(said) else None
+            got = item_of(said, number)
             right = got == expected
             if isinstance(expected, float):
                 right = isinstance(got, float | int) and bool(np.isclose(got, expected, rtol=1e-6))

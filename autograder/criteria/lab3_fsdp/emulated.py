@@ -72,14 +72,7 @@ def draw(source: Draw) -> list[Values]:
     sizes = [WIDTH] * (LAYERS + 1)
     start = parts.draw_mlp(source.shared(), sizes, scale=0.2)
     start["left_over"] = int(source.shared("left over").integers(LAYERS))
-    inputs = []
-    for rank in range(source.world_size):
-        rng, values = source.private(rank), dict(start)
-        for step in range(STEPS):
-            batch = oracle.draw_batch(rng, BATCH, sizes)
-            values |= {f"{name}/{step}": batch[name] for name in "xy"}
-        inputs.append(values)
-    return inputs
+    return oracle.private_batches(source, start, [(BATCH,)] * STEPS, sizes)
 
 
 def plan(source: Draw) -> ChargePlan:

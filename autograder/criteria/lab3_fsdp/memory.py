@@ -88,7 +88,7 @@ def judge_formula(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         told = answer.get("told")
         for number, (n, ranks, strategy, mixed) in enumerate(case.inputs[rank]["rows"]):
-            got = told[number] if isinstance(told, list) and number < len(told) else None
+            got = item_of(told, number)
             expected = state_bytes(n, ranks, strategy, mixed)
             if isinstance(got, list) and got == expected and all(type(v) is int for v in got):
                 continue

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Values
 
 _meshes = itertools.count()
@@ -115,12 +116,12 @@ def resident_bytes(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> in
     return total
 
 
-def shard_bound(shapes: Iterable[Sequence[int]], num_ranks: int, itemsize: int = 4) -> int:
-    """Bytes of 1/N of the parameters plus padding, if each is cut along its first dimension."""
+def shard_bound(shapes: Iterable[Sequence[int]], num_ranks: int) -> int:
+    """Bytes of 1/N of float32 parameters plus padding, if each is cut along its first dimension."""
     total = 0
     for shape in shapes:
         rows = int(shape[0]) if len(shape) else 1
-        total += -(-rows // num_ranks) * (int(np.prod(shape)) // rows) * itemsize + ALIGNMENT_BYTES
+        total += -(-rows // num_ranks) * (int(np.prod(shape)) // rows) * 4 + ALIGNMENT_BYTES
     return total
 
 
@@ -145,7 +146,7 @@ def finite_floats(value: Any, num_values: int) -> np.ndarray | None:
         num_values: number of values of the whole model. An array with more than twice as many is
             no shard, even with padding, and its float64 copy would be much larger.
     """
-    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+    if not is_floats(value):
         return None
     if value.size > 2 * num_values:
         return None

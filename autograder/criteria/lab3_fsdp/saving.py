@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import answers, oracle
+from autograder.criteria.common.answers import is_floats, item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -89,7 +90,7 @@ def judge_policies(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         for number, (device_type, mixed, offload) in enumerate(case.inputs[rank]["cases"]):
             told = answer.get("told")
-            got = told[number] if isinstance(told, list) and number < len(told) else None
+            got = item_of(told, number)
             problem = _policy_problem(got, device_type, mixed, offload)
             if problem:
                 call = f"policies({device_type!r}, mixed={mixed}, offload={offload})"
@@ -292,7 +293,7 @@ def judge_save(case: Case) -> list[Finding]:
 
 def _num_missing(saved: Any, wanted: np.ndarray) -> int:
     """How many of the numbers `wanted` are in no tensor that was saved, in any order."""
-    if not isinstance(saved, np.ndarray) or saved.dtype.kind != "f":
+    if not is_floats(saved):
         return wanted.size
     found = np.sort(saved.astype(np.float64).ravel())
     if not len(found):

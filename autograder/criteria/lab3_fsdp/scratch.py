@@ -79,14 +79,7 @@ def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def draw_mlp(draw: Draw) -> list[Values]:
     """The same model on all ranks; two batches of different data on each rank."""
     start = parts.draw_mlp(draw.shared(), SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, values = draw.private(rank), dict(start)
-        for call in range(2):
-            batch = oracle.draw_batch(rng, BATCH, SIZES)
-            values |= {f"{name}/{call}": batch[name] for name in "xy"}
-        inputs.append(values)
-    return inputs
+    return oracle.private_batches(draw, start, [(BATCH,)] * 2, SIZES)
 
 
 # --- forward -------------------------------------------------------------------------------------

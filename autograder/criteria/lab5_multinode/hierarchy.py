@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import carried, oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from minidist.emulate.trace import Event
@@ -136,7 +136,7 @@ def judge_values(case: Case) -> Iterator[Finding]:
 
 
 def _why(got: Any, total: np.ndarray, case: Case, key: str, rank: int) -> str:
-    if not isinstance(got, np.ndarray) or got.shape != total.shape or got.dtype.kind != "f":
+    if not is_floats(got, total.shape):
         return ""
     if np.allclose(got, case.inputs[rank][key], rtol=1e-4):
         return "The tensor is as it was: the sum must be written into it."
@@ -384,14 +384,7 @@ HOOK_CAP_MB = 6e-4  # several buckets: the hook is called for each
 def draw_hook(draw: Draw) -> list[Values]:
     """The same model on all ranks, and private batches for two steps."""
     start = oracle.draw_parameters(draw.shared(), HOOK_SIZES)
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, values = draw.private(rank), dict(start)
-        for step in range(HOOK_STEPS):
-            batch = oracle.draw_batch(rng, HOOK_BATCH, HOOK_SIZES)
-            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
-        inputs.append(values)
-    return inputs
+    return oracle.private_batches(draw, start, [(HOOK_BATCH,)] * HOOK_STEPS, HOOK_SIZES)
 
 
 class _Counting:

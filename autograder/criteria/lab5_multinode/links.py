@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import item_of, told
+from autograder.criteria.common.answers import is_floats, item_of, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 RUN = ("kind", "num_bytes", "seconds", "num_ranks")  # the arguments of bus_bandwidth
@@ -144,7 +144,7 @@ def judge_measure(case: Case) -> Iterator[Finding]:
 
 
 def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
-    if got.shape != (2,) or got.dtype.kind != "f" or not np.isfinite(got).all():
+    if not is_floats(got, (2,)) or not np.isfinite(got).all():
         return ""
     for factor, what in (
         (8, "bits"),
@@ -209,7 +209,7 @@ def judge_bus(case: Case) -> Iterator[Finding]:
     """The bus bandwidth is in Gbit/s, with the factor of each collective."""
     for rank, answer in enumerate(case.answers):
         runs, got = case.inputs[rank]["runs"], answer.get("found")
-        if not isinstance(got, np.ndarray) or got.shape != (len(runs),) or got.dtype.kind != "f":
+        if not is_floats(got, (len(runs),)):
             yield Finding("there is no answer for every collective.", rank)
             continue
         for run, value in zip(runs, got, strict=True):

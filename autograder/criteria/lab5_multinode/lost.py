@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.criterion import Case, Context, Finding, Values
 from autograder.criteria.lab5_multinode.nodes import (
     GRACE_S,
@@ -199,7 +199,7 @@ def _saved(answer: Values, job: Values, saves: list[int]) -> str:
 
 def _untrained(given: Values, answer: Values, whole: Any) -> str:
     """Why the run without a break is no training that could be resumed; "" if it is one."""
-    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or whole.dtype.kind != "f":
+    if not is_floats(whole) or whole.ndim != 1:
         return "losses in --out is no list of numbers."
     if not whole.size or not np.isfinite(whole).all():
         return "the losses are not all finite."
@@ -216,7 +216,7 @@ def _untrained(given: Values, answer: Values, whole: Any) -> str:
 
 def _reason(got: Any, whole: np.ndarray, first: int) -> str:
     """Where the resumed curve leaves the one without a break, and what that shows."""
-    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.ndim != 1:
+    if not is_floats(got) or got.ndim != 1:
         return ""
     if len(got) == len(whole) - first:
         return "The losses before the break are missing: they belong to the state."

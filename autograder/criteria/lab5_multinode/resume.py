@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.answers import is_floats, item_of, plain
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
@@ -251,7 +251,7 @@ def _identical(one: Any, two: Any) -> bool:
 
 
 def _hint(got: Any, right: np.ndarray, lr: Any, right_lr: np.ndarray) -> str:
-    if not isinstance(got, np.ndarray) or got.shape != right.shape or got.dtype.kind != "f":
+    if not is_floats(got, right.shape):
         return ""
     if not np.isclose(got[0], right[0], rtol=1e-6):
         return "The first loss differs already: the model's state (state_dict) is not restored."

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab5_multinode.nodes import (
     NODES,
@@ -137,7 +138,7 @@ def _training(given: Values, answer: Values) -> Finding | None:
 def _reason(got: Any, right: np.ndarray, given: Values) -> str:
     """Why losses are wrong, as far as the numbers show it."""
     ranks = NODES * PER_NODE
-    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.ndim != 1 or not got.size:
+    if not is_floats(got) or got.ndim != 1 or not got.size:
         return "losses must be one number per step."
     if len(got) != len(right):
         return f"There must be one loss for each of the {len(right)} steps, there are {len(got)}."

@@ -44,15 +44,7 @@ def draw_mean(draw: Draw) -> list[Values]:
     plan = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 8], strict=True)]
     # Two neighbouring buckets are swapped: the plan, not the gradients, decides the order.
     plan[1], plan[2] = plan[2], plan[1]
-    inputs = []
-    for rank in range(draw.world_size):
-        own = draw.private(rank)
-        mine = values | {"plan": plan}
-        for step in range(STEPS):
-            batch = oracle.draw_batch(own, 5, sizes)
-            mine |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
-        inputs.append(mine)
-    return inputs
+    return oracle.private_batches(draw, values | {"plan": plan}, [(5,)] * STEPS, sizes)
 
 
 def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values:
@@ -98,14 +90,7 @@ def draw_steps(draw: Draw) -> list[Values]:
         f"p{i}": rng.normal(0, a**-0.5, (b, a)).astype(np.float32)
         for i, (a, b) in enumerate(pairwise(widths))
     }
-    inputs = []
-    for rank in range(draw.world_size):
-        own, values = draw.private(rank), weights | shape
-        for step in range(STEPS):
-            batch = oracle.draw_batch(own, BATCH, widths)
-            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
-        inputs.append(values)
-    return inputs
+    return oracle.private_batches(draw, weights | shape, [(BATCH,)] * STEPS, widths)
 
 
 def _shape(draw: Draw) -> Values:

@@ -31,6 +31,7 @@ from minidist.collectives.alltoall import all_to_all
 from minidist.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from minidist.collectives.rooted import broadcast, gather, reduce, scatter
 from minidist.collectives.tree import tree_all_reduce
+from minidist.device import NamedGroup
 
 NAME = "minidist"
 
@@ -49,7 +50,7 @@ def _create(options: Any, _: Any = None) -> MinidistGroup:
     return MinidistGroup(wire, str(options.group_id))
 
 
-class MinidistGroup(dist.ProcessGroup):
+class MinidistGroup(NamedGroup):
     """A process group that runs our collectives over gloo's messages.
 
     Args:
@@ -58,40 +59,11 @@ class MinidistGroup(dist.ProcessGroup):
     """
 
     def __init__(self, wire: Any, name: str) -> None:
-        super().__init__(wire.rank(), wire.size())  # pyright: ignore[reportCallIssue]
+        super().__init__(wire.rank(), wire.size(), name, NAME)
         self._wire = wire
-        self._name = name
-        self._desc = NAME
-
-    # torch calls these methods under both of its naming conventions.
-    def getBackendName(self) -> str:
-        return NAME
 
     def name(self) -> str:
         return NAME
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._desc = desc
-
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
-    def shutdown(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
 
     # ------------------------------------------------------------------ messages
 

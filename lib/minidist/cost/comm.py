@@ -20,8 +20,7 @@ bits.
 >>> round(all_reduce_seconds(num_bytes=100e6, num_ranks=8, link=link, algorithm="ring") * 1e3, 3)
 14.0
 
-`collective_seconds` gives the same times as `minidist.emulate.simulate.collective_seconds`, the
-clock of the emulated cluster.
+`collective_seconds` is also the clock of the emulated cluster.
 """
 
 from __future__ import annotations
@@ -162,9 +161,7 @@ def all_reduce_seconds(
     return _ALL_REDUCE[algorithm](num_ranks, num_bytes, link.latency_s, beta, gamma_s_per_byte)
 
 
-def fastest_all_reduce(
-    *, num_bytes: float, num_ranks: int, link: LinkLike, gamma_s_per_byte: float = 0.0
-) -> tuple[str, float]:
+def fastest_all_reduce(*, num_bytes: float, num_ranks: int, link: LinkLike) -> tuple[str, float]:
     """The algorithm with the shortest time, and that time.
 
     >>> wire = Wire(bandwidth_bytes_per_s=12.5e9, latency_s=10e-6)
@@ -173,11 +170,7 @@ def fastest_all_reduce(
     """
     times = {
         name: all_reduce_seconds(
-            num_bytes=num_bytes,
-            num_ranks=num_ranks,
-            link=link,
-            algorithm=name,
-            gamma_s_per_byte=gamma_s_per_byte,
+            num_bytes=num_bytes, num_ranks=num_ranks, link=link, algorithm=name
         )
         for name in ALL_REDUCE_ALGORITHMS
     }
@@ -217,14 +210,11 @@ def hierarchical_all_reduce_seconds(
 # ---------------------------------------------------------------------------- the other collectives
 
 
-def reduce_scatter_seconds(
-    *, num_bytes: float, num_ranks: int, link: LinkLike, gamma_s_per_byte: float = 0.0
-) -> float:
+def reduce_scatter_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
     """Ring: (n-1) alpha + (n-1)/n B beta. B is the whole buffer before the scatter."""
     _checked(num_bytes, num_ranks)
     share = (num_ranks - 1) / num_ranks * num_bytes
-    per_byte = 1 / link.bandwidth_bytes_per_s + gamma_s_per_byte
-    return (num_ranks - 1) * link.latency_s + share * per_byte
+    return (num_ranks - 1) * link.latency_s + share / link.bandwidth_bytes_per_s
 
 
 def all_gather_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
@@ -260,28 +250,33 @@ def barrier_seconds(*, num_ranks: int, link: LinkLike) -> float:
     return _log2_ceil(num_ranks) * link.latency_s
 
 
+_SECONDS: dict[str, Callable[..., float]] = {
+    "all_reduce": all_reduce_seconds,
+    "all_gather": all_gather_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "all_to_all": all_to_all_seconds,
+    "broadcast": broadcast_seconds,
+    "reduce": broadcast_seconds,
+    "gather": gather_seconds,
+    "scatter": gather_seconds,
+}
+
+
 def collective_seconds(*, kind: str, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
-    """Seconds of a collective by its name, with the algorithm that the emulated cluster assumes.
+    """Seconds of a collective by its name, once all of its ranks have issued it.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
-            scatter, barrier, send.
-        num_bytes: as in the function of that name.
+        kind: all_reduce, all_gather, reduce_scatter (rings), broadcast, reduce (pipelined trees),
+            gather, scatter (through the root's link), all_to_all, barrier, send.
+        num_bytes: all_reduce, broadcast, reduce, send: the buffer. all_gather, gather: everything
+            gathered. reduce_scatter, scatter: everything before it is cut up. all_to_all: what
+            one rank holds, its own part included.
+        num_ranks: size of the group; one rank alone takes no time.
     """
     if kind == "send":
         return p2p_seconds(num_bytes=num_bytes, link=link)
     if kind == "barrier":
         return barrier_seconds(num_ranks=num_ranks, link=link)
-    functions: dict[str, Callable[..., float]] = {
-        "all_reduce": all_reduce_seconds,
-        "all_gather": all_gather_seconds,
-        "reduce_scatter": reduce_scatter_seconds,
-        "all_to_all": all_to_all_seconds,
-        "broadcast": broadcast_seconds,
-        "reduce": broadcast_seconds,
-        "gather": gather_seconds,
-        "scatter": gather_seconds,
-    }
-    if kind not in functions:
+    if kind not in _SECONDS:
         raise ValueError(f"collective_seconds: unknown kind {kind!r}")
-    return functions[kind](num_bytes=num_bytes, num_ranks=num_ranks, link=link)
+    return _SECONDS[kind](num_bytes=num_bytes, num_ranks=num_ranks, link=link)

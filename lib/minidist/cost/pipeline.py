@@ -149,15 +149,11 @@ def naive_model_parallel(
     num_gpus: int,
     layer_s: float,
     transfer_s: float,
-    backward_ratio: float = 1.0,
 ) -> NaiveModelParallel:
-    """One batch through all layers and back, without micro-batches.
+    """One batch through all layers and, as fast, back, without micro-batches.
 
     forward = l * layer + (n-1) * transfer, also if the layers do not divide evenly over the GPUs.
     utilisation = busy GPU time / (n * total): at most 1/n, for any transfer time.
-
-    Args:
-        backward_ratio: backward time / forward time of a layer.
 
     >>> r = naive_model_parallel(num_layers=12, num_gpus=3, layer_s=0.010, transfer_s=0.005)
     >>> round(r.forward_s * 1e3), round(r.total_s * 1e3), round(100 * r.utilization, 1)
@@ -167,9 +163,9 @@ def naive_model_parallel(
         raise ValueError(f"{num_layers} layers cannot be spread over {num_gpus} GPUs")
     hops_s = (num_gpus - 1) * transfer_s
     compute_s = num_layers * layer_s
-    total_s = compute_s * (1 + backward_ratio) + 2 * hops_s
+    total_s = 2 * (compute_s + hops_s)
     return NaiveModelParallel(
         forward_s=compute_s + hops_s,
         total_s=total_s,
-        utilization=compute_s * (1 + backward_ratio) / (num_gpus * total_s),
+        utilization=2 * compute_s / (num_gpus * total_s),
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from minidist.emulate import clusters
 from minidist.emulate.clusters import Cluster, Link
 from minidist.emulate.plan import ChargePlan, PlanChannel
-from minidist.emulate.simulate import Timeline, collective_seconds, simulate
+from minidist.emulate.simulate import Timeline, simulate
 from minidist.emulate.trace import Collective, Event, Trace
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ __all__ = [
     "Timeline",
     "Trace",
     "clusters",
-    "collective_seconds",
     "current_client",
     "emulated_world",
     "run",

@@ -139,7 +139,7 @@ def parse_call(
 
 
 def num_bytes(call: Call, num_ranks: int) -> int:
-    """Size in the convention of `simulate.collective_seconds`; the shape is one rank's part."""
+    """Size as `minidist.cost.comm.collective_seconds` counts it; the shape is one rank's part."""
     size = arrays.itemsize(call.dtype)
     whole = call.kind in ("all_gather", "reduce_scatter", "gather", "scatter")
     return call.numel * size * (num_ranks if whole else 1)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from minidist.device import NamedGroup
 from minidist.emulate.client import Client
 from minidist.emulate.tensors import (
     Tensors,
@@ -31,40 +31,17 @@ from minidist.emulate.tensors import (
 from minidist.emulate.work import EmulatedWork, ManyWorks
 
 
-class EmulatedGroup(dist.ProcessGroup):
+class EmulatedGroup(NamedGroup):
     """A process group whose collectives travel through the broker. CPU tensors only."""
 
     def __init__(self, client: Client, ranks: tuple[int, ...], name: str) -> None:
-        super().__init__(ranks.index(client.rank), len(ranks))
+        super().__init__(ranks.index(client.rank), len(ranks), name, "emulated")
         self._client = client
         self._ranks = ranks
         self._wire_name = name
-        self._group_name = name
-        self._group_desc = "emulated"
         self._number = 0
         self._messages: dict[tuple[str, int, int], int] = {}
         self._order = threading.RLock()  # collectives must be sent in the order of their numbers
-
-    # torch calls these methods under both of its naming conventions.
-    def getBackendName(self) -> str:
-        return "emulated"
-
-    def getGroupName(self) -> str:
-        return self._group_name
-
-    def setGroupName(self, name: str) -> None:
-        self._group_name = name
-
-    def getGroupDesc(self) -> str:
-        return self._group_desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._group_desc = desc
-
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     def getRank(self) -> int:
         return self._ranks.index(self._client.rank)
@@ -77,12 +54,6 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def size(self) -> int:
         return self.getSize()
-
-    def shutdown(self) -> None:
-        pass  # the connection belongs to emulated_world
-
-    def abort(self) -> None:
-        pass
 
     @property
     def _device_types(self) -> list[torch.device]:  # type: ignore[override]
@@ -315,7 +286,6 @@ class EmulatedGroup(dist.ProcessGroup):
             [tensor],
             None if sends else (lambda raw: write(tensor, raw)),
             eager=sends,
-            source=-1 if sends else peer,
         )
 
 

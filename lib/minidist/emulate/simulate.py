@@ -3,10 +3,11 @@
 The model. Every rank has streams, each with a clock; compute moves the clock of its stream, and
 most programs use stream 0 only. A collective is handed to the communication stream of its group,
 which works in order; the collective starts when all of its ranks have reached the point where they
-issue it and their streams and links are free, and takes the time of `collective_seconds` on the
-slowest link that its group needs. `wait` moves the clock of the stream that waits to the end of the
-collective. A message is eager: it leaves when it is sent, on a stream per direction. The host costs
-nothing: it is always far enough ahead to keep the streams busy.
+issue it and their streams and links are free, and takes the time that
+`minidist.cost.comm.collective_seconds` gives for the slowest link that its group needs. `wait`
+moves the clock of the stream that waits to the end of the collective. A message is eager: it leaves
+when it is sent, on a stream per direction. The host costs nothing: it is always far enough ahead to
+keep the streams busy.
 
     t(ring all-reduce of B bytes on n ranks) = 2(n-1)/n * B / bandwidth + 2(n-1) * latency
 
@@ -21,40 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from minidist.emulate.clusters import Cluster, Link
+from minidist.cost.comm import collective_seconds
+from minidist.emulate.clusters import Cluster
 from minidist.emulate.trace import Event, Trace
 from minidist.errors import ProtocolError
-
-
-def collective_seconds(kind: str, nbytes: float, num_ranks: int, link: Link) -> float:
-    """Duration of one collective, after all of its ranks have issued it.
-
-    Args:
-        kind: all_reduce, all_gather, reduce_scatter (rings), broadcast, reduce (pipelined trees),
-            gather, scatter (through the root's link), all_to_all, barrier, send.
-        nbytes: all_reduce, broadcast, reduce, send: the buffer. all_gather, gather: everything
-            gathered. reduce_scatter, scatter: everything before it is cut up. all_to_all: what
-            one rank holds, its own part included.
-        num_ranks: size of the group; one rank alone takes no time.
-    """
-    n, latency_s = num_ranks, link.latency_s
-    transfer_s = nbytes / link.bandwidth_bytes_per_s
-    if kind == "send":
-        return latency_s + transfer_s
-    if n == 1:
-        return 0.0
-    match kind:
-        case "all_reduce":
-            return 2 * (n - 1) / n * transfer_s + 2 * (n - 1) * latency_s
-        case "all_gather" | "reduce_scatter" | "all_to_all":
-            return (n - 1) / n * transfer_s + (n - 1) * latency_s
-        case "broadcast" | "reduce":
-            return transfer_s + math.ceil(math.log2(n)) * latency_s
-        case "gather" | "scatter":
-            return (n - 1) / n * transfer_s + latency_s
-        case "barrier":
-            return math.ceil(math.log2(n)) * latency_s
-    raise ValueError(f"collective_seconds: unknown kind {kind!r}")
 
 
 @dataclass(frozen=True)
@@ -288,7 +259,9 @@ class _Replay:
         ports, flows = self._route(event)
         start_s = max(start_s, *(self.ports.get(port, 0.0) for port in ports), 0.0)
         link = self.cluster.link_between(event.ranks)
-        end_s = start_s + collective_seconds(event.collective, event.nbytes, len(event.ranks), link)
+        end_s = start_s + collective_seconds(
+            kind=event.collective, num_bytes=event.nbytes, num_ranks=len(event.ranks), link=link
+        )
         del self.ready[key]
         for stream in self._streams_of(event):
             self.heads[stream].popleft()

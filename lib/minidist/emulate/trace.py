@@ -34,7 +34,7 @@ class Event:
     op: str = ""  # sum, avg, ... where the collective reduces
     group: str = ""
     ranks: tuple[int, ...] = ()  # global ranks of the group; of a send or recv: (source, target)
-    nbytes: int = 0  # see `simulate.collective_seconds`
+    nbytes: int = 0  # see `minidist.cost.comm.collective_seconds`
     numel: int = 0
     dtype: str = ""
     root: int | None = None  # global rank

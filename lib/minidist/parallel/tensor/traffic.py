@@ -26,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from minidist.cost.bandwidth import bus_factor
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -69,8 +71,7 @@ def block_traffic(
 
 def wire_bytes(traffic: Iterable[Traffic], num_ranks: int) -> float:
     """Bytes that each rank sends if every collective is a ring."""
-    trips = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
     return sum(
-        each.count * trips[each.op] * (num_ranks - 1) / num_ranks * each.num_bytes
+        each.count * bus_factor(kind=each.op, num_ranks=num_ranks) * each.num_bytes
         for each in traffic
     )
