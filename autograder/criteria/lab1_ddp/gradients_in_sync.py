@@ -222,15 +222,15 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
     answers: list[bool] = []
     answer: Values = {"answers": answers}
     for number, tol in enumerate(inputs["tol"]):
-        grads = [inputs.get(f"g{number}/{i}") for i in range(len(SHAPES))]
         single = inputs["single"][number]
         model = torch.nn.ParameterList(
             torch.zeros(shape, dtype=torch.float32 if i in single else torch.float64)
             for i, shape in enumerate(SHAPES)
         ).to(context.device)
         for i, p in enumerate(model.parameters()):
-            if grads[i] is not None:
-                p.grad = torch.from_numpy(grads[i].copy()).to(context.device)
+            grad = inputs.get(f"g{number}/{i}")
+            if grad is not None:
+                p.grad = torch.from_numpy(grad.copy()).to(context.device)
             p.requires_grad_(i not in inputs["frozen"][number])
         options = {} if tol is None else {"tol": tol}
         said = gradients_in_sync(model, **options)
