@@ -181,7 +181,10 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                         rank,
                     )
                     break
-                hint = _explain(got, expected, case.world_size)
+                hint = _explain(got, expected, case.world_size) or (
+                    "Is it the mean? And does each bucket have a 16-bit tensor of its own until "
+                    "its all-reduce has ended?"
+                )
                 if wrong := differs(
                     rank,
                     f"{name}: gradient {i}",
