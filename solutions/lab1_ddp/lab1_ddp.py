@@ -309,7 +309,7 @@ check("wrap_model", wrap_model)
 # - Each rank takes its share of that order, following the table. First shuffle all $n$ samples,
 #   then cut or pad: what `"drop"` loses must not be the same samples in every epoch.
 # - Which rank gets which sample is up to you, and so is what `"pad"` repeats, and how often. It
-#   must work even if there are fewer samples than ranks.
+#   must work even if there are fewer samples than ranks, or none.
 # - `set_epoch(epoch)`: the next iteration uses this epoch. It starts with epoch 0.
 # - PyTorch's global generator stays where it is: ranks use it for other things.
 #
@@ -960,6 +960,8 @@ check("gradients_in_sync", gradients_in_sync)
 #
 # - **Tied**: one parameter used in two places. `module.parameters()` yields it once, and its hook
 #   is called once, when both contributions are in `p.grad`. Nothing to do, if you go by parameters.
+# - **Of any shape**: a single number has shape `()`. A transposed weight is not contiguous, and
+#   neither are the weights of a convolution in `channels_last`: `view(-1)` raises there.
 # - **Frozen** (`requires_grad=False`): it never has a gradient and can have no hook.
 # - **Unused** in this forward pass: its hook is not called. Perhaps on another rank it *is* called:
 #   that rank then starts an all-reduce, and waits for you. So every rank has to take part: a rank

@@ -164,7 +164,7 @@ if IS_RANK_ZERO:
 # - Of the entries of `values` (fp32) that are not 0: which share becomes 0 when
 #   `scale * values` is stored in `dtype`? A Python `float` between 0 and 1.
 # - The product is computed in the dtype that `values` has, and then rounded to `dtype`.
-# - If there is no entry but zeros, nothing gets lost: 0.0.
+# - If there is no entry, or none but zeros, nothing gets lost: 0.0.
 #
 # **Write `safe_scale(gradients, dtype)`**: how far up can we go?
 #
@@ -1024,7 +1024,8 @@ check("amp_masters", MasterWeights)
 #
 # - `bucket.buffer()` is the bucket's flat fp32 tensor of this rank's gradients.
 # - One all-reduce per bucket, of a tensor in `dtype`. Start it with `async_op=True`: a hook that
-#   waits holds up the backward pass. (No check looks at that.)
+#   waits holds up the backward pass. (No check looks at that.) Several buckets may travel at the
+#   same time.
 # - It returns a `torch.futures.Future` of the mean over all ranks, flat and in the buffer's dtype.
 # - As long as no rank's gradients exceed 90 % of the largest number of `dtype`, nothing on the way
 #   may overflow, on any number of ranks.

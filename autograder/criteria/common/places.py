@@ -7,10 +7,13 @@ WORLD_SIZE. These helpers let a rank believe that it is one of several nodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
+
+import torch.distributed as dist
 
 from autograder.criteria.criterion import Context, Values
 
@@ -47,3 +50,20 @@ def on_two_nodes(observe: Observe) -> Observe:
             return observe(subject, inputs, context)
 
     return observed
+
+
+@contextmanager
+def alone(context: Context) -> Iterator[None]:
+    """Inside, each rank is the only one of its process group. Every rank has to enter."""
+    groups = [dist.new_group([rank]) for rank in range(context.world_size)]
+    world = dist.distributed_c10d._world
+    everybody = world.default_pg
+    places = environment(0, 1, 1)
+    if context.device.type != "cpu":
+        del places["LOCAL_RANK"]  # it says which GPU is free
+    world.default_pg = groups[context.rank]
+    try:
+        with mock.patch.dict(os.environ, places):
+            yield
+    finally:
+        world.default_pg = everybody

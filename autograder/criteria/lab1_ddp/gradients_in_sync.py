@@ -33,6 +33,7 @@ class _Kind:
         everywhere: that value is added to all entries.
         frozen: parameters that need no gradient, but have one.
         missing: (who, parameter without a gradient); "all" means all ranks.
+        single: parameters in float32; the others are in float64.
         near: about which value the gradients are.
     """
 
@@ -46,6 +47,7 @@ class _Kind:
     everywhere: bool = False
     frozen: tuple[int, ...] = ()
     zeros: tuple[int, ...] = ()  # parameters whose gradient is zero
+    single: tuple[int, ...] = ()
 
 
 def _kinds() -> list[_Kind]:
@@ -104,6 +106,24 @@ def _kinds() -> list[_Kind]:
             zeros=(0,),
         ),
         _Kind("values differ by 1e-9, and tol is 1e-12", False, (("last", 0, 1e-9),), tol=1e-12),
+        _Kind(
+            "parameter 0 is float32, values of float64 parameter 2 differ by 1e-9, tol is 1e-12",
+            False,
+            (("last", 2, 1e-9),),
+            tol=1e-12,
+            single=(0,),
+        ),
+        _Kind(
+            "parameter 0 is float64, the others float32, and all are the same",
+            True,
+            single=(1, 2),
+        ),
+        _Kind(
+            "all parameters are float32, and one value differs by 0.01",
+            False,
+            (("middle", 1, 0.01),),
+            single=(0, 1, 2),
+        ),
         _Kind(NONE_ON_ALL, True, missing=(("all", 2),)),
         _Kind("no parameter has a gradient on any rank", True, missing=nothing),
         _Kind(
@@ -161,15 +181,17 @@ def draw(source: Draw) -> list[Values]:
     tolerances = [kinds[i].tol for i in order]
     shared: Values = {"tol": tolerances, "_order": order}
     shared["frozen"] = [list(kinds[i].frozen) for i in order]
+    shared["single"] = [list(kinds[i].single) for i in order]
     inputs: list[Values] = [dict(shared) for _ in range(world_size)]
     for number, kind in enumerate(kinds[i] for i in order):
+        dtypes = [np.float32 if i in kind.single else np.float64 for i in range(len(SHAPES))]
         base = [rng.normal(kind.near, 1.0, size=shape) for shape in SHAPES]
         for i in kind.zeros:
             base[i] *= 0.0
         for rank in range(world_size):
             for i, grad in enumerate(_gradients_of(kind, base, rank, world_size)):
                 if grad is not None:
-                    inputs[rank][f"g{number}/{i}"] = grad
+                    inputs[rank][f"g{number}/{i}"] = grad.astype(dtypes[i])
     return inputs
 
 
@@ -200,11 +222,15 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
     answers: list[bool] = []
     answer: Values = {"answers": answers}
     for number, tol in enumerate(inputs["tol"]):
-        model = torch.nn.ParameterList([torch.zeros(s, dtype=torch.float64) for s in SHAPES])
-        model = model.to(context.device)
+        single = inputs["single"][number]
+        model = torch.nn.ParameterList(
+            torch.zeros(shape, dtype=torch.float32 if i in single else torch.float64)
+            for i, shape in enumerate(SHAPES)
+        ).to(context.device)
         for i, p in enumerate(model.parameters()):
-            if f"g{number}/{i}" in inputs:
-                p.grad = torch.from_numpy(inputs[f"g{number}/{i}"].copy()).to(context.device)
+            grad = inputs.get(f"g{number}/{i}")
+            if grad is not None:
+                p.grad = torch.from_numpy(grad.copy()).to(context.device)
             p.requires_grad_(i not in inputs["frozen"][number])
         options = {} if tol is None else {"tol": tol}
         said = gradients_in_sync(model, **options)

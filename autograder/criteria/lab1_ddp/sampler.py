@@ -6,9 +6,10 @@ A sampler takes `rank` and `world_size` as arguments, so every real rank evaluat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,6 +23,29 @@ EPOCHS = 12  # so many, that a right sampler does not drop one sample in each of
 
 def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Indices and lengths of the virtual ranks of this rank, for every setting that was drawn."""
+    names = getattr(sampler_class.__iter__, "__globals__", {})
+    with mock.patch.dict(names, {"hash": _own_hash(context.rank)}):
+        return _observe(sampler_class, inputs, context)
+
+
+def _own_hash(rank: int) -> Callable[[object], int]:
+    """`hash` as it is on a rank that torchrun started: each process hashes text in its own way.
+
+    In grading the ranks are forks of one process, and would hash alike.
+    """
+
+    def has_text(value: object) -> bool:
+        if isinstance(value, tuple | frozenset):
+            return any(has_text(item) for item in value)
+        return isinstance(value, str | bytes)
+
+    def own(value: object) -> int:
+        return hash((rank, hash(value))) if has_text(value) else hash(value)
+
+    return own
+
+
+def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     for number, setting in enumerate(inputs["settings"]):
         world_size = setting["world_size"]
@@ -65,7 +89,7 @@ def draw_partition(draw: Draw) -> list[Values]:
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """Sizes just above, just below and at a multiple of the ranks, and fewer samples than ranks.
+    """Sizes just above, just below and at a multiple of the ranks, fewer samples than ranks, none.
 
     Each shuffled setting has a twin of the same ranks, seed and epochs whose size divides: it shows
     whether the ranks draw the same permutation, which `judge_partition` judges.
@@ -77,10 +101,10 @@ def draw_tail(draw: Draw) -> list[Values]:
         full = world_size * int(rng.integers(6, 12))
         common = {"world_size": world_size, "tail": tail, "seed": int(rng.integers(1000))}
         even = common | {"num_samples": full, "shuffle": True}
-        sizes = {full - 1, full + 1, 1, world_size - 1}
+        sizes = {full - 1, full + 1, 1, 0, world_size - 1}
         if tail != "pad":
             sizes |= {full, world_size}  # with "pad" these are `draw_partition`'s
-        for size in sorted(sizes - {0}):
+        for size in sorted(sizes):
             epochs = [int(rng.integers(1, 20))]
             if size in (full - 1, full + 1):
                 epochs = list(range(epochs[0], epochs[0] + EPOCHS))

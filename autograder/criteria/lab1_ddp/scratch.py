@@ -16,7 +16,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle, weights
 from autograder.criteria.common.matched import matched_collectives
-from autograder.criteria.common.places import on_two_nodes
+from autograder.criteria.common.places import alone, on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (6, 9, 5, 3)
@@ -39,12 +39,16 @@ def _step(ddp: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 class Normed(nn.Module):
-    """A network with a frozen parameter and three buffers: float, integer, and not persistent."""
+    """A network with a frozen parameter and three buffers: float, integer, and not persistent.
+
+    The memory of the frozen one is that of its transpose, as a convolution's in channels_last.
+    """
 
     def __init__(self, inputs: Values) -> None:
         super().__init__()
         self.net = oracle.mlp(inputs)
-        self.frozen = nn.Parameter(torch.from_numpy(inputs["frozen"]), requires_grad=False)
+        transpose = torch.from_numpy(inputs["frozen"].T.copy())
+        self.frozen = nn.Parameter(transpose.t(), requires_grad=False)
         for name in ("running_mean", "num_batches", "mask"):
             value = torch.from_numpy(np.array(inputs[name]))
             self.register_buffer(name, value, persistent=name != "mask")
@@ -63,7 +67,7 @@ def draw_wrapping(draw: Draw) -> list[Values]:
             | oracle.draw_batch(rng, BATCH, SIZES)
             | {
                 # These lose digits if they travel as float32.
-                "frozen": rng.normal(size=4),
+                "frozen": rng.normal(size=(2, 3)),
                 "running_mean": rng.normal(size=7).astype(np.float32),
                 "num_batches": rng.integers(2**40, 2**41, size=()),
                 "mask": rng.normal(size=(2, 3)).astype(np.float32),
@@ -263,10 +267,19 @@ def _combine(shares: np.ndarray, gradients: Sequence[np.ndarray]) -> np.ndarray:
 # --- tied and frozen -----------------------------------------------------------------------------
 
 TIED_SIZE, TIED_STEPS = 6, 4
+AWKWARD = {
+    "first.weight": "It is used twice: reduce it once, after both uses have added up.",
+    "factor": "It is float64, the others are float32: a bucket has one dtype.",
+    "gain": "It is a single number, of shape ().",
+    "turned": "It is a transpose, so its memory is not contiguous.",
+}
 
 
 class Tied(nn.Module):
-    """One matrix that is used twice, a frozen layer between, and a float64 factor at the end."""
+    """One matrix that is used twice, a frozen layer between, and a float64 factor at the end.
+
+    There are a scalar, and a matrix whose memory is that of its transpose, as well.
+    """
 
     def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -274,6 +287,8 @@ class Tied(nn.Module):
         self.first, self.last = first, last
         self.last.weight = self.first.weight
         self.factor = nn.Parameter(torch.ones(TIED_SIZE, dtype=torch.float64))
+        self.gain = nn.Parameter(torch.ones((), dtype=dtype))
+        self.turned = nn.Parameter(torch.ones(3, TIED_SIZE, dtype=dtype).t())
         with torch.no_grad():
             for name, p in self.named_parameters():
                 p.copy_(torch.from_numpy(inputs[name]))
@@ -282,6 +297,7 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+        hidden = torch.tanh(hidden @ self.turned @ self.turned.t() * self.gain)
         return (hidden * self.factor).to(x.dtype)
 
 
@@ -292,6 +308,8 @@ def draw_tied(draw: Draw) -> list[Values]:
         name: rng.normal(0, 0.5, shape if name.endswith("weight") else TIED_SIZE).astype(np.float32)
         for name in ("first.weight", "first.bias", "frozen.weight", "frozen.bias", "last.bias")
     } | {"factor": rng.normal(1, 0.2, TIED_SIZE)}
+    start["gain"] = np.array(rng.normal(1, 0.2), np.float32)
+    start["turned"] = rng.normal(0, 0.5, (TIED_SIZE, 3)).astype(np.float32)
     sizes = (TIED_SIZE, TIED_SIZE)
     return [
         start | oracle.draw_batch(draw.private(r), BATCH, sizes) for r in range(draw.world_size)
@@ -300,21 +318,30 @@ def draw_tied(draw: Draw) -> list[Values]:
 
 @on_two_nodes
 def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of two steps on the same batch, with many buckets, and with one of each dtype."""
-    x, y = _tensors(inputs, context, "x", "y")
+    """Gradients of two steps on the same batch, with many buckets, and with one of each dtype.
+
+    Last, the gradients of a step in which each rank trains alone.
+    """
     answer: Values = {}
     for run, cap in enumerate((SMALL_CAP_MB, 25.0)):
         module = Tied(inputs).to(context.device)
         ddp = ddp_class(module, bucket_cap_mb=cap)
         for step in (2 * run, 2 * run + 1):
-            module.zero_grad()
-            _step(ddp, x, y)
-            for name, p in module.named_parameters():
-                answer[f"g{step}/{name}"] = oracle.grad_of(p).copy()
+            answer |= _tied_step(ddp, module, inputs, context, f"g{step}")
         for name, p in module.frozen.named_parameters():
             answer[f"value frozen.{name}"] = p.detach().cpu().numpy()
             answer[f"frozen {name} has a gradient"] = p.grad is not None
-    return answer
+    with alone(context):
+        module = Tied(inputs).to(context.device)
+        return answer | _tied_step(ddp_class(module), module, inputs, context, "alone")
+
+
+def _tied_step(
+    ddp: Any, module: nn.Module, inputs: Values, context: Context, label: str
+) -> dict[str, np.ndarray]:
+    module.zero_grad()
+    _step(ddp, *_tensors(inputs, context, "x", "y"))
+    return {f"{label}/{name}": oracle.grad_of(p).copy() for name, p in module.named_parameters()}
 
 
 def judge_tied(case: Case) -> Iterator[Finding]:
@@ -334,20 +361,24 @@ def judge_tied(case: Case) -> Iterator[Finding]:
         ],
     )
     for rank, answer in enumerate(case.answers):
+        (alone_share,) = _shares(
+            [[[local[rank][name]] for name in plain]],
+            [[[answer.get(f"alone/{name}")] for name in plain]],
+        )
         for name in local[0]:
             expected = _combine(shares[rank], [grads[name] for grads in local])
             for step in range(TIED_STEPS):
                 got = answer.get(f"g{step}/{name}")
                 hint = oracle.explain_gradient(got, expected, local[rank][name], case.world_size)
-                if name == "first.weight":
-                    hint = (
-                        hint or "It is used twice: reduce it once, after both uses have added up."
-                    )
-                if name == "factor":
-                    hint = hint or "It is float64, the others are float32: a bucket has one dtype."
+                hint = hint or AWKWARD.get(name, "")
                 if wrong := oracle.differs(rank, f"gradient of {name}", got, expected, hint=hint):
                     yield wrong
                     break
+            else:
+                what = f"in a process group of one rank: gradient of {name}"
+                expected = _combine(alone_share, [local[rank][name]])
+                if wrong := oracle.differs(rank, what, answer.get(f"alone/{name}"), expected):
+                    yield wrong
         # The tolerance above is that of float32, because the loss is float32. But the all-reduce
         # has to use float64, so the gradient must have more digits than float32 holds.
         factors = [answer.get(f"g{step}/factor") for step in range(TIED_STEPS)]

@@ -25,6 +25,7 @@ def judge_clip(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         plain, pair = (replay.base_of(case, name, rank) for name in ("plain", "pair"))
         found = _clip_finding(case, "one", rank, plain or Base())
+        found = found or _clip_finding(case, "zero", rank, plain or Base())
         # Several batches a step are judged here only if a step works that does not clip.
         if found is None and pair is not None:
             if raised := told(answer, "two/raised"):

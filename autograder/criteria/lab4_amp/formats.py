@@ -25,7 +25,10 @@ EDGES = (1e-4, 2e-5, 1e-7, 6e-8, 3.1e-8, 2.9e-8, 1e-9)
 
 
 def draw_share(draw: Draw) -> list[Values]:
-    """Numbers over many orders of magnitude, some of them 0, in several formats and scales."""
+    """Numbers over many orders of magnitude, some of them 0, in several formats and scales.
+
+    Among them are the last one that is lost, and the next float32 above it.
+    """
     rng = draw.shared("settings")
     settings = [
         {"dtype": "float16", "scale": 1.0},
@@ -41,11 +44,13 @@ def draw_share(draw: Draw) -> list[Values]:
     for rank in range(draw.world_size):
         own = draw.private(rank)
         values: Values = {"settings": settings}
-        for number in range(len(settings)):
+        for number, setting in enumerate(settings):
+            last = np.float32(LOST_UP_TO[setting["dtype"]] / setting["scale"])
+            edges = [*EDGES, *([last, np.nextafter(last, np.float32(1))] if last else [])]
             size = 4 * int(own.integers(40, 60))
             numbers = 10 ** own.uniform(-11, -2, size) * own.choice([-1.0, 1.0], size)
-            numbers[: len(EDGES)] = EDGES
-            numbers[own.choice(np.arange(len(EDGES), size), size // 6, replace=False)] = 0.0
+            numbers[: len(edges)] = edges
+            numbers[own.choice(np.arange(len(edges), size), size // 6, replace=False)] = 0.0
             values[f"v{number}"] = numbers.astype(np.float32).reshape(4, -1)
         values["zeros"] = np.zeros(3, dtype=np.float32)
         inputs.append(values)
@@ -53,14 +58,17 @@ def draw_share(draw: Draw) -> list[Values]:
 
 
 def observe_share(lost_share: Any, inputs: Values, context: Context) -> Values:
-    """The share that the function returns for each array, and for an array of zeros."""
+    """The share that the function returns for each array, for zeros, and for no numbers."""
     shares = []
     for number, setting in enumerate(inputs["settings"]):
         numbers = torch.from_numpy(inputs[f"v{number}"].copy()).to(context.device)
         share = lost_share(numbers, DTYPES[setting["dtype"]], scale=setting["scale"])
         shares.append(described(share))
     zeros = torch.from_numpy(inputs["zeros"]).to(context.device)
-    return {"shares": shares, "zeros": described(lost_share(zeros, torch.float16))}
+    nothing = {"only zeros": zeros, "no numbers": zeros[:0]}
+    return {"shares": shares} | {
+        what: described(lost_share(numbers, torch.float16)) for what, numbers in nothing.items()
+    }
 
 
 def judge_share(case: Case) -> Iterator[Finding]:
@@ -80,11 +88,12 @@ def judge_share(case: Case) -> Iterator[Finding]:
                     rank,
                 )
                 break
-        if not same(answer.get("zeros"), 0.0):
-            yield Finding(
-                f"only zeros: expected 0.0, got {answer.get('zeros')}. There is nothing to lose.",
-                rank,
-            )
+        for what in ("only zeros", "no numbers"):
+            if not same(answer.get(what), 0.0):
+                yield Finding(
+                    f"{what}: expected 0.0, got {answer.get(what)}. There is nothing to lose.",
+                    rank,
+                )
 
 
 def _share(scaled: np.ndarray, dtype: str) -> float:
@@ -123,7 +132,8 @@ def draw_safe(draw: Draw) -> list[Values]:
 
     The entry is just below, at, and just above what the next power of two allows, "just" being the
     next float32; on the first, middle and last rank and in each tensor; positive and negative; once
-    beyond fp16 itself; and once so small that the scale is no float32.
+    beyond fp16 itself; and once so small that the scale is no float32. The first tensor's memory is
+    that of its transpose.
     """
     rng, world_size = draw.shared("settings"), draw.world_size
     ranks = [0, world_size // 2, world_size - 1]
@@ -161,6 +171,7 @@ def observe_safe(safe_scale: Any, inputs: Values, context: Context) -> Values:
     for number, name in enumerate(inputs["dtypes"]):
         arrays = [inputs[f"g{number}/{i}"] for i in range(3)]
         grads = [torch.from_numpy(array.copy()).to(context.device) for array in arrays]
+        grads[0] = grads[0].t().contiguous().t()
         scales.append(described(safe_scale(grads, DTYPES[name])))
         unchanged &= all(
             np.array_equal(g.cpu().numpy(), a) for g, a in zip(grads, arrays, strict=True)

@@ -5,6 +5,7 @@ Here an overflow happens on all ranks at once, in steps that the referee drew.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,14 +28,14 @@ from autograder.criteria.lab4_amp.scaler import (
 def draw_grows(draw: Draw) -> list[Values]:
     """Good steps and overflows (on all ranks); some overflows come just before the scale grows.
 
-    Two runs: the scale falls far below 1 in one, and grows far beyond 2**16 in the other. No
+    Two runs: the scale falls far below 1 in one, and grows far beyond 2**30 in the other. No
     setting is torch's default, and no factor of the one run is that of the other.
     """
     rng = draw.shared("steps")
     good, bad = [False], [True]
     growth, backoff = rng.permutation([1.5, 3.0, 4.0]), (float(rng.choice([0.25, 0.125])), 0.75)
     runs = []
-    for number, exponent in enumerate((int(rng.integers(1, 4)), int(rng.integers(17, 20)))):
+    for number, exponent in enumerate((int(rng.integers(1, 4)), int(rng.integers(31, 34)))):
         interval = int(rng.integers(3, 6))
         steps = good * interval + good * (interval - 1) + bad + good * (interval - 1) + bad * 2
         steps += good * (2 * interval + int(rng.integers(0, interval)))
@@ -223,8 +224,12 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
     kinds = {type(v).__name__ for v in _numbers_in(state)}
     file = io.BytesIO()
     torch.save(state, file)  # only now: later steps must not have changed the state
+    reader = scaler_class()
+    reader.load_state_dict(state)
+    kept = copy.deepcopy(state)
+    run_steps(reader, inputs, inputs["after"], context)
     answer: Values = {"saved": saved, "goes_on": goes_on, "loaded": [], "restored": []}
-    answer["kinds"] = sorted(kinds)
+    answer |= {"kinds": sorted(kinds), "kept": kept == state}
     # Into a new scaler, and into one with settings and steps of its own.
     used = scaler_class(
         init_scale=3.0, growth_factor=1.5, backoff_factor=0.75, growth_interval=inputs["other"]
@@ -248,6 +253,13 @@ def judge_state(case: Case) -> Iterator[Finding]:
         kinds = told(answer, "kinds")
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= PLAIN:
             yield Finding(f"state_dict() holds {kinds}, expected plain numbers.", rank)
+            continue
+        if answer.get("kept") is not True:
+            yield Finding(
+                "steps of a scaler change the dict that was given to its load_state_dict: the next "
+                "scaler that loads it would start from somewhere else.",
+                rank,
+            )
             continue
         for number, who in enumerate(("a new scaler", "a scaler with settings of its own")):
             loaded = item_of(told(answer, "loaded"), number)

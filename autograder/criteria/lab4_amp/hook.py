@@ -6,6 +6,7 @@ right payloads and the right results without training anything.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common.answers import described, told
 from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
+from autograder.criteria.lab4_amp.held_back import HeldBack
 from autograder.criteria.lab4_amp.scaler import same
 
 SHAPES = ((40, 30), (500,), (25, 16))
@@ -74,18 +77,25 @@ def draw_bytes(draw: Draw) -> list[Values]:
 
 
 def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
-    """Runs backward several times in each format; the gradients of the last backward."""
+    """Runs backward several times in each format; the gradients of the last backward.
+
+    In the case of `draw_mean` no all-reduce begins before the last bucket has come: the tensor that
+    is on its way belongs to it until then.
+    """
     answer: Values = {"hook": ""}
+    held = HeldBack() if len(inputs["names"]) > 1 else None
     for name in inputs["names"]:
         hook, futures = make_hook(DTYPES[name]), []
         model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
         answer["hook"] = answer["hook"] or _refused(model, hook)
         # Without annotations: DDP would compare them.
-        called = partial(_call, hook, futures)
+        called = partial(_call, hook, futures, held)
         model.register_comm_hook(None, lambda state, bucket, call=called: call(state, bucket))
         weights = _weights(inputs, name)
         # Several nodes, so that the size of a node is not taken for the number of ranks.
-        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
+        late = pretending(hook, {(dist, "all_reduce"): held.all_reduce}) if held else None
+        places = mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+        with places, late or contextlib.nullcontext():
             for _ in range(STEPS):
                 model.zero_grad()
                 model(weights).backward()
@@ -121,9 +131,15 @@ def _refused(model: DistributedDataParallel, hook: Any) -> str:
 
 
 def _call(
-    hook: Any, futures: list[Any], state: object, bucket: dist.GradBucket
+    hook: Any,
+    futures: list[Any],
+    held: HeldBack | None,
+    state: object,
+    bucket: dist.GradBucket,
 ) -> torch.futures.Future[torch.Tensor]:
     future = hook(state, bucket)
+    if held is not None and bucket.is_last():
+        held.release()
     futures.append(future)
     if isinstance(future, torch._C.Future):  # then() gives one that is no torch.futures.Future
         return future  # type: ignore[return-value]
@@ -165,7 +181,10 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                         rank,
                     )
                     break
-                hint = _explain(got, expected, case.world_size)
+                hint = _explain(got, expected, case.world_size) or (
+                    "Is it the mean? And does each bucket have a 16-bit tensor of its own until "
+                    "its all-reduce has ended?"
+                )
                 if wrong := differs(
                     rank,
                     f"{name}: gradient {i}",

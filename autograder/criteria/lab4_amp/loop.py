@@ -78,13 +78,17 @@ def _break(inputs: list[Values], name: str, batch: int, ranks: list[int]) -> Non
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """Small and large gradients; max_norm lies between their norms, far below any scaled norm."""
+    """Small and large gradients; max_norm lies between their norms, far below any scaled norm.
+
+    In the run "zero" it is 0.
+    """
     rng = draw.shared("clip")
     settings = {"scale": _scale(draw, 6, 11)}
     pair = settings | {"accumulate": 2}
     runs = {
         "plain": settings | {"batches": 2},
         "pair": pair | {"batches": 2},
+        "zero": settings | {"batches": 2, "max_norm": 0.0},
         "one": settings | {"batches": 6},
         "two": pair | {"batches": 8},
     }

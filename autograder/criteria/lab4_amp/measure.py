@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,6 +30,8 @@ MEMORY_CASES: tuple[Values, ...] = (
     {"precision": "float32", "left out": True},  # of the optimizer; the first layer has gradients
     {"precision": "float32", "recomputed": True},  # backward saves tensors of its own
     {"precision": "float32", "slice": True},  # x is a part of a larger storage
+    {"precision": "float32", "spare": True},  # parameters without a gradient, though not frozen
+    {"precision": "float32", "gated": True},  # a buffer is saved: it is no parameter
 )
 
 
@@ -40,9 +41,10 @@ def draw_memory(draw: Draw) -> list[Values]:
     for rank in range(draw.world_size):
         rng = draw.private(rank)
         # Each kind of optimizer comes in each draw, so that no report is right by luck.
-        optimizers = rng.permutation(["AdamW"] * 4 + ["SGD"] * 2 + ["plain SGD"] * 2)
+        optimizers = rng.permutation(["AdamW"] * 4 + ["SGD"] * 3 + ["plain SGD"] * 3)
         cases = [
             {"frozen": None, "left out": False, "recomputed": False, "slice": False}
+            | {"spare": False, "gated": False}
             | special
             | {
                 "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
@@ -56,13 +58,20 @@ def draw_memory(draw: Draw) -> list[Values]:
 
 
 class _Net(nn.Module):
-    """Three linear layers; the second one and its tanh may be recomputed in backward."""
+    """Three linear layers; the second one and its tanh may be recomputed in backward.
 
-    def __init__(self, sizes: Sequence[int], recomputed: bool) -> None:
+    A layer that forward does not use, and a factor of the first layer's output, may be there, too.
+    """
+
+    gate: torch.Tensor
+
+    def __init__(self, case: Values) -> None:
         super().__init__()
+        sizes = case["sizes"]
         self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(sizes))
-        self.register_buffer("counts", torch.zeros(sizes[0]))  # a buffer is no parameter
-        self.recomputed = recomputed
+        self.register_buffer("gate", torch.ones(sizes[1]))  # a buffer is no parameter
+        self.spare = nn.Linear(sizes[0], 1) if case["spare"] else None
+        self.recomputed, self.gated = case["recomputed"], case["gated"]
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         """What backward may compute again."""
@@ -71,6 +80,8 @@ class _Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs."""
         x = torch.relu(self.layers[0](x))
+        if self.gated:
+            x = x * self.gate
         middle = partial(checkpoint, self.middle, use_reentrant=True) if self.recomputed else None
         return self.layers[2]((middle or self.middle)(x))
 
@@ -87,9 +98,9 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
     """The report on each case, and whether a correct step was made in every case."""
     reports, counts, stepped = [], [], True
     for case in inputs["cases"]:
-        a, b, c, d = case["sizes"]
+        a, *_, d = case["sizes"]
         batch, device = case["batch"], context.device
-        model = _Net((a, b, c, d), case["recomputed"]).to(device)
+        model = _Net(case).to(device)
         if case["frozen"] is not None:
             model.layers[case["frozen"]].requires_grad_(False)
         x = torch.randn(2 * batch if case["slice"] else batch, a, device=device)[-batch:]
@@ -98,6 +109,7 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
         if case["precision"] == "bfloat16":
             model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
         trained = [p for p in model.parameters() if p.requires_grad]
+        spare = set() if model.spare is None else set(model.spare.parameters())
         held = trained[2:] if case["left out"] else trained
         optimizer: torch.optim.Optimizer
         if case["optimizer"] == "AdamW":
@@ -109,7 +121,8 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
         optimizer.register_step_post_hook(lambda *_, of=calls: _count(of, "optimizer.step"))
         before = [p.detach().clone() for p in held]
         for p in held:  # stale gradients: a step with them gives nan
-            p.grad = torch.full_like(p, torch.nan)
+            if p not in spare:
+                p.grad = torch.full_like(p, torch.nan)
         autocast = torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=case["precision"] == "autocast"
         )
@@ -162,8 +175,10 @@ def expected_bytes(case: Values) -> dict[str, int]:
     saved = batch * (d * 4 + 8 + d // 2 * 4)
     saved += activations * (4 if precision == "float32" else 2)
     saved += 2 * copies if precision == "autocast" else 0
+    # A product with a buffer saves the buffer, and the next layer its result.
+    saved += 4 * (b + batch * b) if case["gated"] else 0
     return {
-        "parameters": sum(layers) * width,
+        "parameters": (sum(layers) + (a + 1 if case["spare"] else 0)) * width,
         "gradients": sum(trained) * width,
         "optimizer": sum(held) * width * states + counters,
         "saved": saved,
@@ -172,7 +187,7 @@ def expected_bytes(case: Values) -> dict[str, int]:
 
 _HINTS = {
     "parameters": "numel × element_size of every parameter, frozen ones as well.",
-    "gradients": "Those that there are after backward; a frozen parameter has none.",
+    "gradients": "Those that there are after backward; what is frozen or not used has none.",
     "optimizer": "All tensors in optimizer.state, after a step: AdamW's step counters as well.",
     "saved": "What autograd packs during compute_loss(), whatever its dtype: each storage once, in "
     "full, and none that belongs to a parameter, frozen ones included.",
@@ -229,6 +244,8 @@ def _special(net: Values) -> str:
         ("left out", ", layer 0 not in the optimizer"),
         ("recomputed", ", layer 1 recomputed in backward"),
         ("slice", ", x a part of a larger storage"),
+        ("spare", ", with a layer that is not used"),
+        ("gated", ", with a buffer that is saved"),
     ):
         if net[key]:
             return what

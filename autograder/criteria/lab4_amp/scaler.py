@@ -234,6 +234,8 @@ UNSCALE_CASES = {
     "twice": "unscale_ twice",
     "again": "a second round after update()",
     "changed": "a round after one that overflowed",
+    "frozen": "a round whose first parameter was frozen after backward",
+    "turned": "a round whose first gradient has the memory of its transpose",
 }
 
 AFTER_STEP = {"explicit": "unscale_, step and unscale_", "implicit": "step and unscale_"}
@@ -269,6 +271,10 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
             scaler.step(optimizer)
             scaler.update()
         set_gradients(parameters, inputs, kind, scaler)
+        first, grad = parameters[0], parameters[0].grad
+        first.requires_grad_(kind != "frozen")
+        if kind == "turned" and grad is not None:
+            first.grad = grad.t().contiguous().t()
         held = [p.grad for p in parameters]  # like code that holds views of DDP's buckets
         if kind != "implicit":
             scaler.unscale_(optimizer)
