@@ -769,8 +769,8 @@ with demo("tasks 1 to 6"):
 #
 # **Why.** The embedding and the output layer are the largest matrices of a model that is not huge:
 # 50,000 rows. The output layer is column-parallel, so rank r has the logits of the r-th part of the
-# vocabulary. Gathering them would send 50,000 numbers per token, more than all layers. But the loss
-# needs only three numbers per token of all that:
+# vocabulary. Gathering them would send 50,000 numbers per token, as much as several layers. But the
+# loss needs only three numbers per token of all that:
 #
 # $$\text{loss} = m + \log\sum_v e^{z_v - m} - z_\text{target}, \qquad m = \max_v z_v$$
 #
