@@ -32,11 +32,10 @@
 # - put it together, kill workers, change their number, and show that the curve is the one of an
 #   undisturbed run (task 6).
 #
-# Plan 60 to 90 minutes. Have lecture 10 behind you; it shows all of this at work, and this is where
-# you do it. It serves these points of its summary: *whole or not at all; everything that decides*,
-# *a hang is a collective that somebody did not call*, *keep the global batch when the number of
-# ranks changes*.
-# Nothing here needs a GPU or a second machine.
+# Plan 3 hours. Have lecture 10 behind you; it shows all of this at work, and this is where you do
+# it. It serves these points of its summary: *whole or not at all; everything that decides*, *a hang
+# is a collective that somebody did not call*, *keep the global batch when the number of ranks
+# changes*. Nothing here needs a GPU or a second machine.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|

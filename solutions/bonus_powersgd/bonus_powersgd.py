@@ -28,7 +28,7 @@
 # - predict the bytes, and the seconds that they save (task 8);
 # - train with it, and see what each part is worth (task 9).
 #
-# Plan 90 minutes. Lecture 4 has the theory. Nothing here needs a GPU.
+# Plan 2 hours. Lecture 4 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | all |
 # |---|---|---|---|---|---|---|---|---|---|---|

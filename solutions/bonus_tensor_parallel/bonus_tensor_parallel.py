@@ -28,7 +28,7 @@
 # - split what is left over, along the sequence (task 8);
 # - tell when tensor parallelism is worth its messages (task 9).
 #
-# Plan 90 minutes. Lecture 8 has the theory. Nothing here needs a GPU.
+# Plan 3 hours. Lecture 8 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | all |
 # |---|---|---|---|---|---|---|---|---|---|---|

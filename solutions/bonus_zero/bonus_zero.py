@@ -27,7 +27,7 @@
 # - save a share per rank, and go on with another number of ranks (task 6);
 # - say what each stage costs, in memory and on the wire (task 7), and train with it (task 8).
 #
-# Plan 90 minutes. Lab 3 does what comes next, ZeRO-3. Nothing here needs a GPU.
+# Plan 3 hours. Lab 3 does what comes next, ZeRO-3. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|

@@ -903,10 +903,10 @@ check("accum_batch_size", (effective_batch_size, accumulation_steps_for, scaled_
 # ## Task 7 · Convergence
 #
 # **Why.** "Does accumulation hurt convergence?" is asked often. The answer depends on what is kept
-# fixed. At the same *global* batch, $k$ changes nothing: same samples, same gradients, same curve,
-# up to rounding. At the same *micro-batch*, a larger $k$ is a larger batch and an epoch has fewer
-# steps: another curve, of course. A fair comparison keeps the global batch, and begins every run
-# with the same weights and the same data.
+# fixed. At the same *global* batch, $k$ changes nothing without BatchNorm and dropout: same
+# samples, same gradients, same curve, up to rounding. At the same *micro-batch*, a larger $k$ is a
+# larger batch and an epoch has fewer steps: another curve, of course. A fair comparison keeps the
+# global batch, and begins every run with the same weights and the same data.
 #
 # **Write `compare_convergence(make_model, train_step, x, y, *, …)`.** It returns a dict: $k$ → the
 # loss of each step.

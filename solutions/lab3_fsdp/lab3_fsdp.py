@@ -155,8 +155,8 @@ rank, world_size, device = setup()
 # **Why.** Training with Adam in fp32 keeps four numbers per parameter: the parameter, its gradient,
 # and the optimizer's two running means. That is 4 + 4 + 8 = 16 bytes. Mixed precision does not make
 # it less: 2 for a 16-bit parameter, 2 for its gradient, and 12 for the optimizer, which keeps an
-# fp32 copy of the parameter beside its two means. Smaller numbers that you may have read leave
-# something out: 12 bytes per parameter in all is the optimizer alone.
+# fp32 copy of the parameter beside its two means. Smaller numbers are of other optimizers or
+# leave something out: 12 bytes per parameter are the optimizer alone.
 #
 # ZeRO spreads that over the ranks in three stages.
 #
