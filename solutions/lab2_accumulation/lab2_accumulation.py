@@ -782,6 +782,7 @@ def amp_step(
         nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
     scaler.step(optimizer)  # unscales, if that has not been done; skips the step after an overflow
     scaler.update()
+    optimizer.zero_grad()
     ### END SOLUTION
 
 
