@@ -27,7 +27,7 @@
 # - get a score that does not depend on the number of GPUs (case 7);
 # - see a deadlock before it happens (cases 9, 10).
 #
-# Plan 60 to 120 minutes. You need to know `DistributedDataParallel`, as in lab 1. Nothing here
+# Plan 2 hours. You need to know `DistributedDataParallel`, as in lab 1. Nothing here
 # needs a GPU.
 #
 # | case | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10 | 11 | all |

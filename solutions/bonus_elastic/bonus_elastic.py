@@ -15,9 +15,9 @@
 #
 # A cheap GPU is one that somebody else may want back in two minutes. A large job loses a node every
 # few hours. In both cases the question is the same: can training go on with the ranks that are
-# left, and take in others when they come, so that nobody can tell from the loss curve? It can, and
-# nothing in PyTorch does it for you. torchrun ends all workers and starts new ones, perhaps more,
-# perhaps fewer. Everything else is in the script, and you write all of it here.
+# left, and take in others when they come, so that nobody can tell from the loss curve? It can, but
+# torchrun does only its part: it ends all workers and starts new ones, perhaps more, perhaps fewer.
+# Everything else is in the script, and you write all of it here.
 #
 # **When you have finished, you can**
 #
@@ -32,10 +32,10 @@
 # - put it together, kill workers, change their number, and show that the curve is the one of an
 #   undisturbed run (task 6).
 #
-# Plan 60 to 90 minutes. Have lecture 10 behind you; it shows all of this at work, and this is where
-# you do it. It serves these points of its summary: *whole or not at all; everything that decides*,
-# *a hang is a collective that somebody did not call*, *elastic training keeps your promises only*.
-# Nothing here needs a GPU or a second machine.
+# Plan 3 hours. Have lecture 10 behind you; it shows all of this at work, and this is where you do
+# it. It serves these points of its summary: *whole or not at all; everything that decides*, *a hang
+# is a collective that somebody did not call*, *keep the global batch when the number of ranks
+# changes*. Nothing here needs a GPU or a second machine.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|
@@ -323,8 +323,9 @@ check("elastic_idle", combine)
 # ## Task 2 · An epoch that goes on
 #
 # **Why.** torch's `DistributedSampler` gives rank r every W-th sample of the epoch. Stop it in the
-# middle with W = 4, start it again with W = 3, and "skip the first 100 of each rank" skips other
-# samples than those that were seen. Some come twice, some not at all, and nothing looks wrong.
+# middle with W = 4, start it again with W = 3, and "skip the first 100 of each rank" skips 300
+# samples of the 400 that were seen. 100 come twice (from 3 to 4 ranks, 100 do not come at all), and
+# nothing looks wrong.
 #
 # The way out: the *epoch* has an order, which depends on the seed and the number of the epoch. One
 # number says how far all ranks together have come. Who takes what of a batch is decided at the
@@ -646,9 +647,9 @@ check("elastic_adam", reshard)
 # ## Task 5 · Stop together
 #
 # **Why.** Before a machine is taken away, its processes get a SIGTERM and some time: 30 s from
-# Slurm, two minutes from a cloud. Time enough to save, if all do it at the same step. But the
-# signal comes to *one* machine, between any two lines of Python. A rank that leaves at once lets
-# the others hang. One that saves at once calls a collective that the others do not.
+# Slurm by default, 30 s to two minutes from a cloud. Time enough to save, if all do it at the same
+# step. But the signal comes to *one* machine, between any two lines of Python. A rank that leaves
+# at once lets the others hang. One that saves at once calls a collective that the others do not.
 #
 # So the handler only makes a note, and after each step all ranks ask each other.
 #

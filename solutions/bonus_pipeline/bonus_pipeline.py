@@ -27,7 +27,7 @@
 # - carry a backward pass over the border between two processes (task 4);
 # - train with it (task 5), and say when data parallelism would send less, or be faster (task 6).
 #
-# Plan 80 to 100 minutes. Lecture 7 has the theory. Nothing here needs a GPU.
+# Plan 2 to 3 hours. Lecture 7 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|
@@ -198,7 +198,7 @@ check("pipe_cut", cut_layers)
 # it can be drawn, tested and compared before a single process runs.
 #
 # **GPipe**: all forwards, then all backwards. When the last forward is done, a rank keeps the
-# activations of all $M$ micro-batches.
+# activations of all $M$ micro-batches. (The paper recomputes them from the stage's inputs.)
 #
 # **1F1B** (one forward, one backward): a backward as soon as there can be one.
 #
@@ -548,7 +548,7 @@ with demo("tasks 2 and 4"):
     tell(f"loss {loss.item():.4f}; your gradients over those of one process, by rank: {ratios}")
 
 # %% [markdown]
-# Expected: a loss of about 1.3, and a ratio of 1.0000 on every rank.
+# Expected: a loss of about 1.1, and a ratio of 1.0000 on every rank.
 #
 # First the values. The checks below disregard a factor that all gradients share: the loss has
 # checks of its own.

@@ -14,7 +14,7 @@
 # # Bonus · PowerSGD
 #
 # A gradient of a 4096 × 4096 layer has 16.8 million numbers. PowerSGD with rank 2 sends 16,384 of
-# its own making in their place, a thousandth, and training still reaches the same loss. In this
+# its own making in their place, a thousandth, and training can still reach the same loss. In this
 # notebook you write it: a few lines of linear algebra, and one idea without which it fails.
 #
 # **When you have finished, you can**
@@ -28,7 +28,7 @@
 # - predict the bytes, and the seconds that they save (task 8);
 # - train with it, and see what each part is worth (task 9).
 #
-# Plan 90 minutes. Lecture 4 has the theory. Nothing here needs a GPU.
+# Plan 2 hours. Lecture 4 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | all |
 # |---|---|---|---|---|---|---|---|---|---|---|
@@ -249,7 +249,7 @@ check("powersgd_mean", packed_mean)
 # %% [markdown]
 # ## Task 3 · One step of the power iteration
 #
-# **Why.** Here is the whole algorithm, three lines of the paper. What is easy to get wrong is
+# **Why.** Here is the whole algorithm, a few lines of the paper. What is easy to get wrong is
 # *where* the means are taken. Every rank must end with the same $P$ and the same $Q$, bit by bit,
 # or replicas drift apart. And $P$ has to be orthonormalised *after* its mean: the mean of
 # orthonormal matrices is not orthonormal.
@@ -734,9 +734,9 @@ with demo("task 8"):
         tell(f"rank {rank:2d}: {compression_ratio(shapes, rank):5.1f} times fewer; saved: {text}")
 
 # %% [markdown]
-# Expected: ratios from about 318 down to 18, and hardly a difference between the ranks in what they
-# save: about five seconds per step on the slowest network, and on NVLink a loss. Once the bytes are
-# few, fewer do not help.
+# Expected: ratios from about 318 with rank 1 down to 18 with rank 32, and hardly a difference in
+# what they save: about five seconds per step on the slowest network, and on NVLink a loss. Once the
+# bytes are few, fewer do not help.
 
 # %% check="powersgd_numbers"
 check("powersgd_numbers", (numbers_sent, compression_ratio))
@@ -900,7 +900,7 @@ with demo("all tasks"):
 # %% [markdown]
 # ## You're ready when
 #
-# - you can write the three lines of the algorithm, with both all-reduces in the right place;
+# - you can write the lines of the algorithm, with both all-reduces in the right place;
 # - you can say what would break with a different $Q$ on each rank, and when it would mend itself;
 # - you can prove that error feedback loses nothing, in two lines;
 # - you can say for a model and a network whether it pays.

@@ -14,15 +14,16 @@
 # # Bonus · Ring all-reduce
 #
 # `dist.all_reduce` is one line. What happens in it decides how training scales: how many bytes
-# leave each GPU, how often somebody waits, and why a hundred ranks take hardly longer than two. In
-# this notebook you write it out of sends and receives, and measure it beside the original.
+# leave each GPU, how often somebody waits, and why a rank of a thousand sends less than twice what
+# a rank of two does. In this notebook you write it out of sends and receives, and measure it beside
+# the original.
 #
 # **When you have finished, you can**
 #
 # - cut a tensor into chunks, and say for every step of a ring who sends which of them (tasks 1, 2);
 # - send and receive at the same time without a deadlock (task 3);
-# - write an all-reduce that moves $2\frac{N-1}{N}$ of the tensor per rank, and show that nothing
-#   can do with less (task 4);
+# - write an all-reduce that moves $2\frac{N-1}{N}$ of the tensor per rank, and say why sends and
+#   receives cannot do with less (task 4);
 # - predict its time from latency and bandwidth, and say when a tree is faster (task 5);
 # - run DDP's gradients through your own all-reduce (task 6).
 #
@@ -273,9 +274,9 @@ check("ring_plan_gather", ring_steps)
 # %% [markdown]
 # ## Task 3 · The exchange
 #
-# **Why.** "Send to the right, then receive from the left" is how one would say it, and it hangs: a
-# send may wait until the other side receives, and here the other side is busy sending. Everybody
-# waits for their right neighbour, all around the ring.
+# **Why.** "Send to the right, then receive from the left" is how one would say it, and it may hang:
+# a send may wait until the other side receives, and here the other side is busy sending. Then
+# everybody waits for their right neighbour, all around the ring.
 #
 # **Write `exchange(outgoing, incoming)`.**
 #
@@ -331,14 +332,15 @@ check("ring_exchange", exchange)
 # %% [markdown]
 # ## Task 4 · The all-reduce
 #
-# **Why it cannot be done with less.** Every rank starts with one $N$-th of the information and must
-# end with the sum of all. Whatever the algorithm, a chunk's sum needs $N-1$ messages to be formed
-# and $N-1$ more to be known everywhere. That makes $2(N-1)$ chunks of $1/N$ in all, per rank
-# $2\frac{N-1}{N}$. The ring reaches it, and all links are busy all the time.
+# **Why it cannot be done with less.** Ranks that only send to each other need $N-1$ messages to
+# form the sum of a chunk, whatever the algorithm, and $N-1$ more to know it everywhere. For $N$
+# chunks of $1/N$ that makes $2(N-1)$ tensors in all, per rank $2\frac{N-1}{N}$. The ring reaches
+# it, and all links are busy all the time. (A switch that adds can do with less.)
 #
 # **Write `ring_all_reduce(tensor, op="sum")`.**
 #
-# - `op` is `"sum"`, `"mean"` or `"max"`, over all ranks. The result is written into `tensor`.
+# - `op` is `"sum"`, `"mean"` or `"max"`, over all ranks. The result is written into `tensor`, which
+#   is returned.
 # - Contiguous tensors of any shape and size, also with fewer numbers than ranks, or none.
 # - Sends and receives only, to the next and from the previous rank. No rank sends more than
 #   $2\frac{N-1}{N}$ of the tensor, and no message is larger than one chunk.
@@ -450,8 +452,8 @@ check("ring_time", ring_all_reduce)
 #   faster.
 # - `bus_bandwidth(num_bytes, world_size, seconds)`: what a measurement says of the *links*. A
 #   tensor of `num_bytes` was all-reduced in `seconds`; each link has carried $2\frac{N-1}{N}$ of
-#   it. That number, not bytes per second, can be compared between clusters of different size, and
-#   with what is printed on the cable.
+#   it. That number, unlike `num_bytes / seconds`, can be compared between clusters of different
+#   size, and with what is printed on the cable.
 
 
 # %% solution="task5_seconds"
@@ -618,11 +620,10 @@ check("ring_hook", ring_hook)
 # time." What is wrong with that, and what do libraries do about it?**
 #
 # <!-- BEGIN SOLUTION -->
-# The bytes per rank are the same up to a few percent; the number of steps is not. 2 (N - 1) steps
-# mean 2,046 latencies instead of 14. With 10 µs that is 20 ms, however small the tensor. Besides,
-# every step waits for the slowest rank. So libraries use trees or recursive halving for small
-# tensors, and hierarchies for many nodes: inside a node over fast links, and only a part of the
-# tensor between nodes.
+# The bytes per rank grow by 14 % only. But 2 (N - 1) steps mean 2,046 latencies instead of 14. With
+# 10 µs that is 20 ms, however small the tensor. Besides, every step waits for the slowest rank. So
+# libraries use trees or recursive doubling for small tensors, and hierarchies for many nodes:
+# inside a node over fast links, and only a part of the tensor between nodes.
 # <!-- END SOLUTION -->
 
 # %% [markdown] reflect="reflect_2"
@@ -652,7 +653,7 @@ check("ring_hook", ring_hook)
 #   MPICH*, [IJHPCA 19 (2005)](https://doi.org/10.1177/1094342005051521). Which algorithm for which
 #   size.
 # - A. Sergeev, M. Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*,
-#   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799). The ring comes to deep learning.
+#   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799). Baidu's ring for deep learning, made easy.
 # - In this repository: lecture 2, and `lib/minidist/collectives/ring.py`.
 
 # %% tags=["script-only"]

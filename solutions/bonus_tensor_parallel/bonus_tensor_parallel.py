@@ -28,7 +28,7 @@
 # - split what is left over, along the sequence (task 8);
 # - tell when tensor parallelism is worth its messages (task 9).
 #
-# Plan 90 minutes. Lecture 8 has the theory. Nothing here needs a GPU.
+# Plan 3 hours. Lecture 8 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | all |
 # |---|---|---|---|---|---|---|---|---|---|---|
@@ -769,8 +769,8 @@ with demo("tasks 1 to 6"):
 #
 # **Why.** The embedding and the output layer are the largest matrices of a model that is not huge:
 # 50,000 rows. The output layer is column-parallel, so rank r has the logits of the r-th part of the
-# vocabulary. Gathering them would send 50,000 numbers per token, more than all layers. But the loss
-# needs only three numbers per token of all that:
+# vocabulary. Gathering them would send 50,000 numbers per token, as much as several layers. But the
+# loss needs only three numbers per token of all that:
 #
 # $$\text{loss} = m + \log\sum_v e^{z_v - m} - z_\text{target}, \qquad m = \max_v z_v$$
 #

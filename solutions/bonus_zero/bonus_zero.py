@@ -27,7 +27,7 @@
 # - save a share per rank, and go on with another number of ranks (task 6);
 # - say what each stage costs, in memory and on the wire (task 7), and train with it (task 8).
 #
-# Plan 90 minutes. Lab 3 does what comes next, ZeRO-3. Nothing here needs a GPU.
+# Plan 3 hours. Lab 3 does what comes next, ZeRO-3. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|
@@ -59,8 +59,8 @@
 # nobody has to update all of them. Each rank updates a share, and gets the others' results.
 #
 # An all-reduce *is* a reduce-scatter followed by an all-gather. ZeRO-2 puts the update between the
-# two halves. It sends not a byte more than data parallelism does, and three quarters of what all
-# ranks kept N times are kept once.
+# two halves. With one micro-batch it sends not a byte more than data parallelism does, and three
+# quarters of what all ranks kept N times are kept once.
 
 # %% given="imports"
 import contextlib
@@ -203,8 +203,8 @@ check("zero_unflatten", unflatten)
 # ## Task 2 · What there is to train
 #
 # **Why.** `model.parameters()` holds no parameter twice, but a list that somebody has made may:
-# tied weights, an embedding that is the output layer, too. Updated twice, it runs away. And what
-# is frozen must not take any of the memory that we want to save.
+# tied weights, an embedding that is the output layer, too. In the vector twice, it would be updated
+# as two. And what is frozen must not take any of the memory that we want to save.
 #
 # Biases and norms usually get no weight decay, so optimisers take *groups*, each with options of
 # its own. A flat vector with two learning rates in it would be awkward; so there will be one flat
@@ -350,7 +350,7 @@ check("zero_norm_cost", clip_by_global_norm)
 # - the wrapped optimiser makes a step;
 # - the updated shards are all-gathered, one group after the other, and written into the parameters,
 #   in place. Every rank sends its own share, and nothing else travels;
-# - at no time does a second copy of all parameters, or of all gradients, lie on a rank.
+# - at no time does a rank hold a second copy of more than one group's parameters, or gradients.
 #
 # `zero_grad()` forgets the shards' gradients, and every `p.grad`.
 #
@@ -631,9 +631,9 @@ check("zero2_memory", ZeRO2)
 #
 # <details><summary>Hint 1: where it is</summary>
 #
-# `optimizer_class.state` has one dict per shard: for AdamW `{"step", "exp_avg", "exp_avg_sq"}`. It
-# is filled by the first step, and a new optimiser lets you write into it:
-# `inner.state[shard] = {...}`.
+# The wrapped optimiser's `state` has one dict per shard: for AdamW
+# `{"step", "exp_avg", "exp_avg_sq"}`. It is filled by the first step, and a new optimiser lets you
+# write into it: `inner.state[shard] = {...}`.
 # </details>
 #
 # <details><summary>Hint 2: from N parts to M</summary>
@@ -717,7 +717,8 @@ check("zero_reshard", (ZeRO2, save_shard, load_shards))
 # with ring algorithms. An all-gather or a reduce-scatter of the padded vectors sends $4(N-1)S$
 # bytes, an all-reduce twice that.
 #
-# - Stage 0: one all-reduce, after the last micro-batch. Stage 1: the same, and one all-gather.
+# - Stage 0: one all-reduce, after the last micro-batch. Stage 1: the same, and one all-gather, as
+#   in task 4. (Lab 3 counts a reduce-scatter there, with which stage 1 sends what stage 0 sends.)
 # - Stage 2: a reduce-scatter per micro-batch, and one all-gather.
 # - Stage 3: two all-gathers (forward, backward) and a reduce-scatter per micro-batch.
 
@@ -945,7 +946,7 @@ with demo("all tasks"):
 # %% [markdown]
 # Expected on two ranks: measured bytes are those of the formula (465,920 for DDP, 407,680, 349,440
 # and 232,960), and the four losses agree to about seven digits: all four compute the same update.
-# With two ranks little is saved; the formula tells you what eight would. On three ranks
+# With two ranks at most half is saved; the formula tells you what eight would. On three ranks
 # `fully_shard` has a little more than its formula: it cuts by rows, which three do not divide.
 
 # %% [markdown]
@@ -998,8 +999,8 @@ with demo("all tasks"):
 # %% [markdown]
 # ## You're ready when
 #
-# - you can draw which collective stands where in DDP, ZeRO-1, ZeRO-2 and FSDP, and say why three of
-#   them send the same if there is one micro-batch;
+# - you can draw which collective stands where in DDP, ZeRO-1, ZeRO-2 and FSDP, and say which two of
+#   them send half as much again as the others if there is one micro-batch;
 # - you can say what padding is for, and name three places where it could do harm;
 # - you can explain why the order of groups is fixed, and what happens on a rank that has no
 #   gradient for one;

@@ -18,7 +18,7 @@
 #
 # **When you have finished, you can**
 #
-# - cut a batch into micro-batches that give exactly the big batch's gradient (task 1);
+# - cut a batch into micro-batches that give the big batch's gradient (task 1);
 # - step every $k$ batches, and treat the last, smaller group right (task 2);
 # - accumulate over ranks, so that gradients travel once and not $k$ times (task 3);
 # - train on padded text, where micro-batches differ in their number of tokens (task 4);
@@ -142,8 +142,8 @@ def show(draw: Callable, width: float = 7.5, height: float = 2.8, columns: int =
 #
 # If all micro-batches are equally large, every weight is $1/k$. That is where the well-known
 # "divide the loss by the number of accumulation steps" comes from. Without it the gradient is $k$
-# times too large, which is a learning rate $k$ times too large. And if they are *not* equally
-# large, $1/k$ is wrong too.
+# times too large, which for SGD is a learning rate $k$ times too large. And if they are *not*
+# equally large, $1/k$ is wrong too.
 #
 # **Write `accumulate_gradients(model, micro_batches, loss_fn)`.** One device, no ranks yet.
 #
@@ -196,7 +196,7 @@ def accumulate_gradients(
 
 # %% [markdown]
 # The next cell compares your gradient with that of the big batch. The picture shows how many bytes
-# autograd keeps for backward, from forward to forward.
+# autograd keeps for backward in the course of both.
 
 
 # %% demo="see_memory"
@@ -269,8 +269,8 @@ check("accum_memory", accumulate_gradients)
 # `optimizer.step()`, the learning-rate schedule, and the count of steps. Each of them is easily
 # left behind in the inner loop.
 #
-# Three off-by-ones are so common that it pays to look at them before you write. Let $k = 4$, with
-# 10 batches, numbered $i = 0 … 9$.
+# Two off-by-ones are so common that it pays to look at them before you write. Let $k = 4$, with 10
+# batches, numbered $i = 0 … 9$.
 #
 # | condition for a step | steps happen after | what goes wrong |
 # |---|---|---|
@@ -616,8 +616,8 @@ check("accum_ddp_time", accumulate_ddp)
 # **Why.** Language models train on sequences that differ in length. The short ones are padded, and
 # padding does not count: its targets are `IGNORED`. So micro-batches have different numbers of
 # tokens, and the mean over *their own* tokens gives a token in a sparse micro-batch more say than
-# one in a full one. This bug sat in widely used training libraries for years. Nobody noticed: the
-# loss falls all the same, just not as it would have with one large batch.
+# one in a full one. This bug sat in widely used training libraries for years. Few noticed: the loss
+# falls all the same, just not as it would have with one large batch.
 #
 # Over ranks it is the same again. Let rank $r$ and micro-batch $i$ have $n_{ri}$ tokens and
 # mean-loss gradient $g_{ri}$. What you want is
@@ -635,8 +635,8 @@ check("accum_ddp_time", accumulate_ddp)
 #   count.
 # - Afterwards every `p.grad` is the gradient of the mean over all counted tokens of all ranks.
 #   Return that mean, the same on every rank.
-# - As in task 3, gradients travel once, and each micro-batch goes forward and backward by itself.
-#   Do not step.
+# - As in task 3, gradients are clear when you are called and travel once, and each micro-batch goes
+#   forward and backward by itself. Do not step.
 #
 # <details><summary>Hint 1: what you need to know first</summary>
 #
@@ -718,11 +718,11 @@ check("accum_token_traffic", accumulate_tokens)
 # %% [markdown]
 # ## Task 5 · With mixed precision
 #
-# **Why.** In half precision a micro-batch takes half the memory and, on a GPU, half the time or
-# less. `torch.autocast` chooses the precision of each operation in forward. In fp16 small gradients
-# would vanish, so a `GradScaler` multiplies the loss by a large number, its *scale*, and divides
-# the gradients by it before the optimizer steps. If a gradient overflows, it skips the step and
-# halves the scale; after many good steps it doubles it.
+# **Why.** In half precision most activations take half the memory, and a GPU with tensor cores can
+# multiply matrices at least twice as fast. `torch.autocast` chooses the precision of each operation
+# in forward. In fp16 small gradients would vanish, so a `GradScaler` multiplies the loss by a large
+# number, its *scale*, and divides the gradients by it before the optimizer steps. If a gradient
+# overflows, it skips the step and halves the scale; after 2,000 good steps in a row it doubles it.
 #
 # What does accumulation change? Everything that the scaler does *per step* must stay outside the
 # loop over micro-batches:
@@ -744,8 +744,8 @@ check("accum_token_traffic", accumulate_tokens)
 # - One optimizer step from $k$ equal micro-batches per rank, as in task 3.
 # - Forward and loss run under `torch.autocast` in `dtype` (fp16 or bf16), on the device of the
 #   data. Backward does not belong there: autocast must be off again when you call it.
-# - `scaler` is a `torch.amp.GradScaler`. For bf16 it is a disabled one: its methods then do
-#   nothing, so you need no second branch.
+# - `scaler` is a `torch.amp.GradScaler`. For bf16 it is a disabled one, which neither scales nor
+#   skips a step: you need no second branch.
 # - `max_norm`: if it is given, it limits the norm of the true, unscaled gradient.
 # - An overflow on *one* rank skips the step on *all* of them. If gradients are synchronised as they
 #   should be, you need not do anything for it. Why?
@@ -803,6 +803,7 @@ with demo("task 5"):
         micro = [(torch.randn(4, 8, device=DEVICE), torch.randn(4, 1, device=DEVICE))] * 3
         if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
             micro = [(x * 1e6, y) for x, y in micro]
+        optimizer.zero_grad()
         amp_step(ddp_model, micro, F.mse_loss, optimizer, scaler, dtype=torch.float16, max_norm=1.0)
         weights = next(ddp_model.parameters()).detach()
         told = "skipped" if torch.equal(weights, before) else "done"
@@ -903,10 +904,10 @@ check("accum_batch_size", (effective_batch_size, accumulation_steps_for, scaled_
 # ## Task 7 · Convergence
 #
 # **Why.** "Does accumulation hurt convergence?" is asked often. The answer depends on what is kept
-# fixed. At the same *global* batch, $k$ changes nothing: same samples, same gradients, same curve,
-# up to rounding. At the same *micro-batch*, a larger $k$ is a larger batch and an epoch has fewer
-# steps: another curve, of course. A fair comparison keeps the global batch, and begins every run
-# with the same weights and the same data.
+# fixed. At the same *global* batch, $k$ changes nothing without BatchNorm and dropout: same
+# samples, same gradients, same curve, up to rounding. At the same *micro-batch*, a larger $k$ is a
+# larger batch and an epoch has fewer steps: another curve, of course. A fair comparison keeps the
+# global batch, and begins every run with the same weights and the same data.
 #
 # **Write `compare_convergence(make_model, train_step, x, y, *, …)`.** It returns a dict: $k$ → the
 # loss of each step.
@@ -959,7 +960,7 @@ def compare_convergence(
 # On the left your function at work, with your `accumulate_ddp` in the training step: four curves,
 # of which you should see one. On the right the unfair comparison: the micro-batch stays, and the
 # global batch grows with $k$. There the curves differ. Scaling the learning rate (dashed) brings
-# the one for $k = 8$ back near the others, per *sample* seen.
+# the one for $k = 8$ back near that for $k = 1$, per *sample* seen.
 
 
 # %% demo="see_convergence"
@@ -1131,8 +1132,8 @@ check("accum_convergence", compare_convergence)
 #
 # <!-- BEGIN SOLUTION -->
 # FSDP reduces and shards each gradient as it comes, and keeps $1/W$ of it. Without synchronisation
-# there is nothing to shard: every rank keeps the full gradient until the last micro-batch, and the
-# memory that sharding had saved is gone. When memory is what you lack, synchronise every
+# there is nothing to shard: every rank keeps the full gradient until the last micro-batch, and what
+# sharding the gradients had saved is gone. When memory is what you lack, synchronise every
 # micro-batch and accumulate the shards; it costs $k$ reduce-scatters. It is the same trade in the
 # other direction.
 # <!-- END SOLUTION -->
@@ -1151,7 +1152,7 @@ check("accum_convergence", compare_convergence)
 # ## You're ready when
 #
 # - you can say for any loop with which weight each sample enters a step;
-# - you can tell three ways to lose the last batches of an epoch;
+# - you can tell how a loop loses the last batches of an epoch;
 # - you know what must be inside `no_sync()`, and why nothing breaks if it is not;
 # - you can turn a recipe for 64 GPUs into one for 4.
 #

@@ -56,8 +56,8 @@
 #   step      each rank updates its own third, and nothing else
 # ```
 #
-# At any time one or two units are whole, on every rank. All others exist once, spread over the
-# ranks. While one unit computes, the next one is on its way. After the backward pass of a unit its
+# While units compute, two or three of them are whole or on their way, on every rank. All others
+# exist once, spread over the ranks. After the backward pass of a unit its
 # gradients are added up over the ranks, and each rank gets the part that it keeps: that is a
 # reduce-scatter.
 
@@ -155,8 +155,8 @@ rank, world_size, device = setup()
 # **Why.** Training with Adam in fp32 keeps four numbers per parameter: the parameter, its gradient,
 # and the optimizer's two running means. That is 4 + 4 + 8 = 16 bytes. Mixed precision does not make
 # it less: 2 for a 16-bit parameter, 2 for its gradient, and 12 for the optimizer, which keeps an
-# fp32 copy of the parameter beside its two means. Smaller numbers that you may have read leave
-# something out: 12 bytes per parameter in all is the optimizer alone.
+# fp32 copy of the parameter beside its two means. Smaller numbers are of other optimizers or
+# leave something out: 12 bytes per parameter are the optimizer alone.
 #
 # ZeRO spreads that over the ranks in three stages.
 #
@@ -180,8 +180,8 @@ rank, world_size, device = setup()
 # <details><summary>Hint</summary>
 #
 # First the number of entries: `whole` or `shard`. Then three products. `-(-a // b)` divides and
-# rounds up, in whole numbers. (`math.ceil(a / b)` goes through a float, and is wrong where $a$ is
-# beyond $2^{53}$.)
+# rounds up, in whole numbers. (`math.ceil(a / b)` goes through a float, and may be wrong where $a$
+# is beyond $2^{53}$.)
 # </details>
 
 
@@ -207,7 +207,7 @@ def bytes_per_rank(
 
 # %% [markdown]
 # Now look at a model with 7 billion parameters on 8 ranks. Expected: 112 GB with DDP, more than
-# any one 80 GB GPU has, and 14 GB with ZeRO-3. The picture is without activations, which no stage
+# an 80 GB GPU has, and 14 GB with ZeRO-3. The picture is without activations, which no stage
 # of ZeRO touches.
 
 
@@ -282,8 +282,8 @@ def local_bytes(
 
 
 # %% [markdown]
-# Formula against measurement, for a small transformer, whole and sharded. Expected: both agree,
-# up to Adam's step counters, of four bytes per parameter, and padding.
+# Formula against measurement, for a small transformer, whole and sharded. Expected: both agree, up
+# to Adam's step counters, which have four bytes for each tensor.
 
 # %% demo="see_measure"
 CONFIG = GPTConfig(vocab_size=48, context=16, width=32, num_layers=3, num_heads=4)
@@ -360,8 +360,8 @@ check("fsdp_memory_measured", local_bytes)
 #   ranks. A second backward before `zero_grad()` adds to it.
 # - **Memory.** A unit is freed after its forward pass, and again after its backward pass. Its whole
 #   gradients go, too, once they are reduced: `p.grad` of the model's own parameters is `None` when
-#   `backward()` returns. At most two or three units are whole at a time. That holds for passes
-#   under `torch.no_grad()` and in eval mode as well.
+#   `backward()` returns. At most three units are whole or on their way at a time. That holds
+#   for passes under `torch.no_grad()` and in eval mode as well.
 # - **Units.** One all-gather per unit and pass, one reduce-scatter per unit, none for all of
 #   them at once, and no all-reduce. An all-gather is waited for before its unit computes, a
 #   reduce-scatter before `backward()` returns.
@@ -379,8 +379,8 @@ check("fsdp_memory_measured", local_bytes)
 # $(r+1)s$ as its `nn.Parameter`. (A view would keep the whole alive.) Make each
 # parameter of the module a view: `p.data = whole[a:b].view_as(p)`.
 # `all_gather_single(whole, shard.detach())` fills `whole` in one call;
-# `reduce_scatter_single(mine, flat_gradient)` is its counterpart. (Both are torch's, under a name
-# that works in all its versions.)
+# `reduce_scatter_single(mine, flat_gradient)` is its counterpart. (Older versions of torch call
+# them `all_gather_into_tensor` and `reduce_scatter_tensor`.)
 # </details>
 #
 # <details><summary>Hint 2: how to free</summary>
@@ -584,9 +584,9 @@ check("fsdp_gradients", FSDP)
 check("fsdp_accumulate", FSDP)
 
 # %% [markdown]
-# The next check runs your class in processes of its own that *cannot* get more memory than is
-# needed for shards and a few whole units. A class that forgets to free runs out of memory there,
-# as it would on a GPU.
+# The next check runs your class in processes of its own that *cannot* get more memory than their
+# shards and three quarters of the model take. A class that forgets to free runs out of memory
+# there, as it would on a GPU.
 
 # %% check="fsdp_limit"
 check("fsdp_limit", FSDP)
@@ -813,7 +813,7 @@ check("fsdp_budget", train_large)
 # ## Task 6 · Save and load
 #
 # **Why.** A sharded model's state dict is in pieces. To get a *full* one, ranks gather it: a
-# collective. You will find this in many places, and it hangs for ever:
+# collective. You will find this in many places, and it hangs:
 #
 # ```python
 # if rank == 0:
@@ -879,7 +879,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
 
 # %% [markdown]
 # Try it: train, save, go on; then load into a fresh model and go on from there. Expected: the same
-# loss.
+# losses.
 
 
 # %% demo="see_checkpoint"
@@ -1116,8 +1116,8 @@ check("fsdp_choice", (traffic_per_rank, choose_strategy))
 # ## Yours beside PyTorch's
 #
 # The next cell trains one network with your FSDP, with PyTorch's, and with the course's own; every
-# layer is a unit. All get the same weights and batches, so the losses must agree, and the bytes,
-# too. The time of a step is measured here, where other programs disturb it, and on the emulated
+# layer is a unit. All get the same weights and batches, so the losses must agree, and the bytes
+# nearly. The time of a step is measured here, where other programs disturb it, and on the emulated
 # cluster, where only the order of gathers counts. DDP is there for comparison: what does sharding
 # cost?
 
@@ -1155,8 +1155,9 @@ check("fsdp_choice", (traffic_per_rank, choose_strategy))
 # With a CUDA device, `fsdp_gpu_memory` trains 24 blocks of 1536 × 1536 with your class of task 3
 # and AdamW, and looks at the most that torch's allocator held meanwhile. Parameters, gradients and
 # the two states of AdamW are $4P/N$ for parameters of $P$ bytes; half of $P$ on top of that is for
-# the units that are whole at a time. If your class passes `fsdp_limit`, there is nothing left to
-# write. Ranks may share one GPU. Without a GPU the check says so and costs nothing.
+# the units that are whole at a time, less than in `fsdp_limit`. If your class frees its units as
+# task 3 says, there is nothing left to write. Ranks may share one GPU. Without a GPU the check says
+# so and costs nothing.
 
 # %% check="fsdp_gpu_memory"
 check("fsdp_gpu_memory", FSDP)

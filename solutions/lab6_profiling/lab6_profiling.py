@@ -35,10 +35,10 @@
 # | points | 14 | 19 | 24 | 15 | 22 | 6 | 100 |
 #
 # Every cell runs on two ranks. Checks use practice data here; your grade comes from the same checks
-# with other data on **3** ranks. No check measures how fast your machine is: it may be as slow and
-# as busy as it likes. (The checks of `prefetch` give your thread some seconds for what takes
-# milliseconds.) The traces that your functions are tried on are made up by the referee, with names
-# and numbers drawn at random, and the efficiency of your buckets is taken in *virtual* time.
+# with other data on **3** ranks. None of the 100 points depends on how fast your machine is, or how
+# busy. (The checks of `prefetch` give your thread some seconds for what takes milliseconds.) From
+# task 1's `to_spans` on, traces are made up by the referee, with names and numbers drawn at random,
+# and the efficiency of your buckets is taken in *virtual* time.
 
 # %% [markdown]
 # ## The idea in one picture
@@ -55,9 +55,10 @@
 # ```
 #
 # A device is paid for by the hour, and only computing is what you pay it for. Whatever happens
-# *while* it computes costs nothing: loading the next batch, copying it, sending gradients, writing
-# a log. Whatever it waits for is lost. So it does not help to know how long something takes. You
-# have to know how much of it is **exposed**: how long it goes on while nothing computes.
+# *while* it computes costs little or nothing: loading the next batch, copying it, sending
+# gradients, writing a log. Whatever it waits for is lost. So it does not help to know how long
+# something takes. You have to know how much of it is **exposed**: how long it goes on while nothing
+# computes.
 
 # %% given="imports"
 import contextlib
@@ -161,7 +162,7 @@ rank, world_size, device = setup()
 #
 # | field | |
 # |---|---|
-# | `ph` | `"X"`: something with a beginning and a length. All others are marks and arrows |
+# | `ph` | `"X"`: something with a beginning and a length. All others are names, marks and arrows |
 # | `cat`, `name` | what it is |
 # | `ts`, `dur` | when it began and how long it took, in **microseconds** |
 # | `pid`, `tid` | process and thread (of a GPU: the device and the stream) |
@@ -293,8 +294,8 @@ def step_windows(events: list[dict]) -> list[tuple[float, float]]:
 #
 # - If the trace has any `kernel`, the GPU is the device, and a `cpu_op` only launches work on it.
 #   Then no `cpu_op` is compute.
-# - An operator that lies within a loader's event *on the same thread* (`tid`) belongs to the
-#   loader: it stacks samples to a batch.
+# - An operator that lies within a loader's event *on the same thread* (`tid`) is no span: the
+#   loader's event covers it. It stacks samples to a batch.
 #
 # `start` and `end` are in seconds, on the axis of `ts` (`start` is `ts / 1e6`). Operators that
 # other operators called lie inside them. You may keep them or leave them out. Leave the events
@@ -482,9 +483,9 @@ def breakdown(spans: list[Span], start: float, end: float) -> dict[str, float]:
 
 # %% [markdown]
 # Here are these numbers for your own run. Expected, on two ranks that share a laptop: the loader
-# takes about 4 ms of each step and the log about 1 ms, and all of both is exposed. "Compute" is
-# several milliseconds; a small rest is idle: Python between two operators. (The first step may be
-# much slower than the others, on a busy machine.)
+# takes somewhat more than 4 ms of each step and the log about 1 ms, and all of both is exposed.
+# "Compute" is several milliseconds; the rest is idle: Python between two operators. (On a busy
+# machine that rest is large, and the first step much slower than the others.)
 
 # %% demo="see_breakdown"
 with demo("tasks 1 and 2"):
@@ -651,13 +652,13 @@ show(partial(draw_runs, runs=five_runs), width=14, height=4.5, columns=5)
 # | `"logging"` | exposed host work, on the rank that has most of it |
 # | `"straggler"` | seconds of computation: the rank with most minus the rank with least |
 # | `"buckets"` | exposed communication, on the rank that has **least** of it |
-# | `"none"` | if no loss is more than 10 % of the time of the steps |
+# | `"none"` | if no loss is more than 10 % of the time of the steps that count |
 #
 # Each loss is a sum over all steps that count: for each rank add up the seconds of these steps, and
 # then take the rank with most, or least, of them. The answer is the largest loss. Why the *least*
-# for communication? The last rank to arrive waits
-# for nobody. What it has of exposed communication is the network's own time; all that the others
-# have on top is waiting for that rank. (Communication that is exposed on every rank has small
+# for communication? The last rank to arrive waits for nobody. What it has of exposed communication
+# is the network's own time; all that the others have on top is waiting for that rank.
+# (Communication that is exposed on every rank has small
 # buckets as its cause in this lab. It may also be a slow network: look at the number and the size
 # of the all-reduces.)
 #
@@ -899,7 +900,8 @@ check("prof_prefetch_ends", prefetch)
 # - `pin_memory`: `True` if `device` (a `torch.device`) is a GPU. Only from pinned memory can a copy
 #   run beside computation (with `non_blocking=True`).
 # - `persistent_workers`: `True` if there are workers; else each epoch starts them anew.
-# - `prefetch_factor`: 2 if there are workers, else `None`: `DataLoader` refuses anything else.
+# - `prefetch_factor`: 2 if there are workers, else `None`: without workers `DataLoader` refuses a
+#   number.
 #
 # <details><summary>Hint</summary>
 #
@@ -930,16 +932,16 @@ check("prof_loader_settings", loader_settings)
 # %% [markdown]
 # ## Task 5 · Buckets that fit the network
 #
-# **Why.** In lab 1 you built a DDP with buckets of 25 MB, because everybody takes 25 MB. Is that
+# **Why.** In lab 1 you built a DDP with buckets of 25 MiB, because that is torch's default. Is it
 # right for your model and your network? A ring all-reduce of $B$ bytes on $N$ ranks takes
 #
 # $$t(B) = 2(N-1)\,\alpha + \frac{2(N-1)}{N} \cdot \frac{B}{\beta}$$
 #
 # with the latency $\alpha$ of a hop and the bandwidth $\beta$ of a link. The first term is paid per
 # *bucket*, so many buckets are expensive. The last bucket is complete only when backward ends, and
-# all of it is exposed, so large buckets are expensive as well. The best size lies in between, and
-# where depends on the model and on the network. In this task you plan buckets, predict what a plan
-# costs, choose the best one, and make it run.
+# all of it is exposed, so large buckets are expensive as well. The best size is mostly in between,
+# and where depends on the model and on the network. In this task you plan buckets, predict what a
+# plan costs, choose the best one, and make it run.
 #
 # Gradients are numbered as `list(module.parameters())` is. A **plan** is a list of buckets; a
 # bucket is a list of those numbers. The plan's order is the order in which buckets travel.
@@ -966,7 +968,7 @@ check("prof_loader_settings", loader_settings)
 # - The plan that you return may cost at most 4 % more time than the best one that has equal caps
 #   (best over `cap = sum(sizes) / k` for all numbers `k`). On all networks of the check that best
 #   one has an efficiency above 90 %.
-# - Sizes reach from a few bytes to gigabytes: no fixed number of megabytes will do.
+# - Gradients have from 2 kB to 400 MB: no fixed number of megabytes will do.
 #
 # <details><summary>Hint 1: predict_step</summary>
 #
@@ -1042,7 +1044,7 @@ def tune_plan(sizes: list[int], measure: Callable[[list[list[int]]], float]) -> 
 
 
 # %% [markdown]
-# Here is the U that you are looking for: 24 layers of 4 MB, on three networks. Expected: the best
+# Here is the efficiency for each cap: 24 layers of 4 MB, on three networks. Expected: the best
 # number of buckets is 6, 8 and 24. Read the figure from right (one bucket for all) to left.
 
 
@@ -1520,7 +1522,7 @@ check("prof_gpu_efficiency", GradientBuckets)
 # ## Read next
 #
 # - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, [arXiv
-#   2006.15704](https://arxiv.org/abs/2006.15704). Bucket sizes measured, on two networks.
+#   2006.15704](https://arxiv.org/abs/2006.15704). Bucket sizes measured, with NCCL and with gloo.
 # - Jiang et al., *MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs*,
 #   [arXiv 2402.15627](https://arxiv.org/abs/2402.15627). Stragglers, data loading and diagnosis
 #   on a real cluster.
