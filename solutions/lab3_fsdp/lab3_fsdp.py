@@ -35,6 +35,8 @@
 # |---|---|---|---|---|---|---|---|---|---|
 # | points | 6 | 5 | 48 | 14 | 8 | 11 | 4 | 4 | 100 |
 #
+# Without sharding (fsdp_shards) this lab gives at most 49 points.
+#
 # Every cell runs on two ranks. Checks use practice data here; your grade comes from the same checks
 # with other data on **3** ranks. Every task stands alone: if one of them does not work yet, go on
 # with the next.

@@ -39,6 +39,8 @@
 # |---|---|---|---|---|---|---|---|---|
 # | points | 12 | 6 | 26 | 14 | 14 | 8 | 20 | 100 |
 #
+# Without resuming (resume_training) this lab gives at most 49 points.
+#
 # This notebook runs on **4** ranks: think of two nodes with two GPUs each. Checks use practice data
 # here; your grade comes from the same checks with other data on **6** ranks, as two nodes of three
 # or three nodes of two. Every task stands alone: if one of them does not work yet, go on with the

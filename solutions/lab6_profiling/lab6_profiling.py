@@ -34,6 +34,9 @@
 # |---|---|---|---|---|---|---|---|
 # | points | 14 | 19 | 24 | 15 | 22 | 6 | 100 |
 #
+# Without causes (3 of prof_finds_loader, prof_finds_copies, prof_finds_logging,
+# prof_finds_straggler, prof_finds_buckets) this lab gives at most 49 points.
+#
 # Every cell runs on two ranks. Checks use practice data here; your grade comes from the same checks
 # with other data on **3** ranks. None of the 100 points depends on how fast your machine is, or how
 # busy. (The checks of `prefetch` give your thread some seconds for what takes milliseconds.) From

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import nbformat
 import pytest
+from course import ROOT
 
 from autograder.course.course_toml import OptionsError, read_options
 from autograder.course.gates import apply_gates
@@ -41,6 +43,14 @@ def test_without_its_idea_a_lab_gives_less_than_half(name):
         assert sum(v.points for v in one_less) == lab.max_score - sum(
             lab[criterion].points for criterion in lost[1:]
         )
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_the_text_of_a_lab_tells_its_gates(name):
+    notebook = nbformat.read(ROOT / "labs" / name / f"{name}.ipynb", as_version=4)
+    texts = [" ".join(cell.source.split()) for cell in notebook.cells]
+    for gate in get_lab(name).gates:
+        assert any(gate.rule in text for text in texts), gate.rule
 
 
 @pytest.mark.parametrize("status", [Status.INFRA, Status.BLOCKED])
