@@ -107,8 +107,7 @@ def test_the_gradient_that_is_written_out_is_torchs():
 
 
 def test_bytes_of_autocast_are_less_only_for_large_batches():
-    plain = {"left out": False, "recomputed": False, "slice": False}
-    case = plain | {"sizes": [64] * 4, "frozen": None, "optimizer": "SGD"}
+    case = measure.PLAIN | {"sizes": [64] * 4, "optimizer": "SGD"}
 
     def saved(precision, batch):
         net = case | {"precision": precision, "batch": batch}

@@ -19,6 +19,9 @@ KEYS = ("parameters", "gradients", "optimizer", "saved")
 LR = 0.1  # large enough that a step changes bf16 parameters, too
 
 
+PLAIN: Values = {"frozen": None} | dict.fromkeys(
+    ("left out", "recomputed", "slice", "spare", "gated"), False
+)
 # What is special about each network; all others are ordinary. So that no report is right by luck,
 # each says where one of the four numbers comes from.
 MEMORY_CASES: tuple[Values, ...] = (
@@ -43,8 +46,7 @@ def draw_memory(draw: Draw) -> list[Values]:
         # Each kind of optimizer comes in each draw, so that no report is right by luck.
         optimizers = rng.permutation(["AdamW"] * 4 + ["SGD"] * 3 + ["plain SGD"] * 3)
         cases = [
-            {"frozen": None, "left out": False, "recomputed": False, "slice": False}
-            | {"spare": False, "gated": False}
+            PLAIN
             | special
             | {
                 "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
