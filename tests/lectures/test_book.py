@@ -151,6 +151,7 @@ def test_controls_of_a_page_show_other_pictures_by_keyboard_and_mouse(small_site
     _shown(image)
 
 
+@pytest.mark.slow
 def test_controls_that_move_one_at_a_time_go_back(small_site, browser):
     page = browser.new_page()
     page.goto((small_site / "notebooks" / "01_x.html").as_uri())
@@ -174,6 +175,7 @@ def _shown(image) -> str:
     return image.get_attribute("src")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_controls_and_wide_formulas_read_well_with_a_reader_and_on_a_phone(
     small_site, browser, theme
@@ -181,6 +183,7 @@ def test_controls_and_wide_formulas_read_well_with_a_reader_and_on_a_phone(
     assert problems_on_a_phone(browser, small_site / "notebooks" / "01_x.html", theme) == []
 
 
+@pytest.mark.slow
 def test_without_javascript_the_first_picture_stays(small_site, browser):
     page = browser.new_page(java_script_enabled=False)
     page.goto((small_site / "notebooks" / "01_x.html").as_uri())
