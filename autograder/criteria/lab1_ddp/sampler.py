@@ -23,7 +23,7 @@ EPOCHS = 12  # so many, that a right sampler does not drop one sample in each of
 
 def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Indices and lengths of the virtual ranks of this rank, for every setting that was drawn."""
-    names = getattr(sampler_class.__iter__, "__globals__", {})
+    names = getattr(getattr(sampler_class, "__iter__", None), "__globals__", {})
     with mock.patch.dict(names, {"hash": _own_hash(context.rank)}):
         return _observe(sampler_class, inputs, context)
 
