@@ -300,7 +300,7 @@ def test_ready_made_clusters():
     assert clusters.laptop(3).num_devices == 3
     assert clusters.pcie_a100(2).num_devices == 2
     assert clusters.dgx_h100().num_devices == 8
-    four = dataclasses.replace(clusters.pcie_a100(2), nodes=4)
+    four = clusters.four_nodes_100gbit()
     assert four.link_between((0, 1)).bandwidth_bytes_per_s == 32e9
     assert four.link_between((0, 2)).bandwidth_bytes_per_s == 12.5e9
     with pytest.raises(AttributeError):

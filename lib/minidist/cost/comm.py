@@ -161,7 +161,9 @@ def all_reduce_seconds(
     return _ALL_REDUCE[algorithm](num_ranks, num_bytes, link.latency_s, beta, gamma_s_per_byte)
 
 
-def fastest_all_reduce(*, num_bytes: float, num_ranks: int, link: LinkLike) -> tuple[str, float]:
+def fastest_all_reduce(
+    *, num_bytes: float, num_ranks: int, link: LinkLike, gamma_s_per_byte: float = 0.0
+) -> tuple[str, float]:
     """The algorithm with the shortest time, and that time.
 
     >>> wire = Wire(bandwidth_bytes_per_s=12.5e9, latency_s=10e-6)
@@ -170,7 +172,11 @@ def fastest_all_reduce(*, num_bytes: float, num_ranks: int, link: LinkLike) -> t
     """
     times = {
         name: all_reduce_seconds(
-            num_bytes=num_bytes, num_ranks=num_ranks, link=link, algorithm=name
+            num_bytes=num_bytes,
+            num_ranks=num_ranks,
+            link=link,
+            algorithm=name,
+            gamma_s_per_byte=gamma_s_per_byte,
         )
         for name in ALL_REDUCE_ALGORITHMS
     }
@@ -210,11 +216,14 @@ def hierarchical_all_reduce_seconds(
 # ---------------------------------------------------------------------------- the other collectives
 
 
-def reduce_scatter_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
+def reduce_scatter_seconds(
+    *, num_bytes: float, num_ranks: int, link: LinkLike, gamma_s_per_byte: float = 0.0
+) -> float:
     """Ring: (n-1) alpha + (n-1)/n B beta. B is the whole buffer before the scatter."""
     _checked(num_bytes, num_ranks)
     share = (num_ranks - 1) / num_ranks * num_bytes
-    return (num_ranks - 1) * link.latency_s + share / link.bandwidth_bytes_per_s
+    per_byte = 1 / link.bandwidth_bytes_per_s + gamma_s_per_byte
+    return (num_ranks - 1) * link.latency_s + share * per_byte
 
 
 def all_gather_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:

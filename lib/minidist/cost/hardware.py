@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 
 GB = 1e9
 GIB = 2.0**30
+TFLOP = 1e12
 
 _SHEETS = "NVIDIA data sheet, via stas00/ml-engineering"
 
@@ -226,11 +227,17 @@ A100_40GB = GPU(
     memory_efficiency=0.8298,
     power_w=400,
 )
-A100 = replace(
-    A100_40GB,
+A100 = GPU(
     name="A100 SXM 80 GB",
+    peak_flops_per_s={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     memory_bytes=80 * GB,
     memory_bandwidth_bytes_per_s=2.0e12,  # the data sheet says 2,039 GB/s
+    matmul_efficiency=0.8111,
+    half_rows=451.2,
+    half_head=24.96,
+    attention_efficiency=0.7209,
+    memory_efficiency=0.8298,
+    power_w=400,
 )
 H100 = GPU(
     name="H100 SXM 80 GB",

@@ -26,9 +26,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidist.cost.hardware import Node
-from minidist.cost.memory import MIXED_ADAM, Memory
+from minidist.cost.memory import MIXED_ADAM, Memory, StateBytes
 from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.search import RECOMPUTE_ORDER, Candidate, Found, Job, search
+from minidist.cost.software import Software
 from minidist.cost.step import StepTime
 from minidist.cost.transformer import Transformer
 
@@ -66,6 +67,13 @@ def recommend(
     node: Node,
     num_gpus: int,
     global_batch: int,
+    states: StateBytes = MIXED_ADAM,
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16),
+    fused_attention: bool = True,
+    max_cp: int = 1,
+    reserve: float = 0.05,
+    launch_s: float | None = None,
+    software: Software | None = None,
     limit: int = 5,
 ) -> list[Plan]:
     """The fastest plans, best first, each with its reasons.
@@ -74,23 +82,32 @@ def recommend(
         num_gpus: any number from 1; every plan uses all GPUs.
         global_batch: sequences of `model.context` tokens per optimiser step. If no plan divides the
             batch, the plans use the nearest multiple of `num_gpus`; their reasons say so.
+        reserve: share of the memory that stays free for fragmentation.
+        max_cp: largest context-parallel degree to try (long sequences).
+        launch_s, software: as in `predict_step`.
         limit: how many plans to return.
 
     Raises:
         NothingFitsError: no plan divides, or no plan fits; the message has the nearest plan with
             its memory, or the reasons.
     """
-    if num_gpus < 1 or global_batch < 1:
+    if num_gpus < 1 or global_batch < 1 or not 0 <= reserve < 1:
         raise ValueError(
-            "recommend: needs num_gpus >= 1 and global_batch >= 1, got "
-            f"{num_gpus} and {global_batch}"
+            "recommend: needs num_gpus >= 1, global_batch >= 1, 0 <= reserve < 1, got "
+            f"{num_gpus}, {global_batch}, {reserve}"
         )
     job = Job(
         model=model,
         node=node,
         num_gpus=num_gpus,
         global_batch=global_batch,
-        states=MIXED_ADAM,
+        states=states,
+        micro_batches=micro_batches,
+        fused_attention=fused_attention,
+        max_cp=max_cp,
+        reserve=reserve,
+        launch_s=launch_s,
+        software=software,
     )
     found = search(job)
     if not found.fitting and found.smallest is None:  # no plan divides: try a different batch

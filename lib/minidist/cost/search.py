@@ -95,6 +95,7 @@ class Job:
     reserve: float = 0.05
     dtype: str = "bf16"
     software: Software | None = None
+    launch_s: float | None = None
     offload: bool = False
     even_stages: bool = True
     schedule: str = "1f1b"
@@ -105,7 +106,8 @@ class Job:
         return self.node.gpu.memory_bytes * (1 - self.reserve)
 
     def software_for(self, p: ParallelismConfig) -> Software:
-        return self.software or usual_software(p.zero_stage)
+        software = self.software or usual_software(p.zero_stage)
+        return software if self.launch_s is None else replace(software, launch_s=self.launch_s)
 
 
 @dataclass(frozen=True, kw_only=True)

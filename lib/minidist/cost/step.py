@@ -102,6 +102,7 @@ def predict_step(
     dropout: bool = True,
     overlap_dp: bool = True,
     dtype: str = "bf16",
+    launch_s: float | None = None,
     software: Software | None = None,
     schedule: str = "1f1b",
     offload: bool = False,
@@ -114,6 +115,8 @@ def predict_step(
         recompute: none, selective, full; half or every_second of the blocks' work.
         fused_attention: FlashAttention: no memory traffic for the scores.
         overlap_dp: False makes one reduction after backward, whatever the software can hide.
+        launch_s: host time to launch the kernels of one block's forward pass, if it is not the
+            software's; nearly 0 with CUDA graphs or torch.compile.
         software: the implementation; None takes what is usual today for the plan.
         schedule: of the pipeline: 1f1b (interleaved if the plan has virtual stages), zb_h1, zb_h2.
         offload: the optimiser's states live in host memory, and the host updates them.
@@ -130,6 +133,8 @@ def predict_step(
     if found:
         raise ValueError(f"{p}: " + "; ".join(found))
     software = software or usual_software(p.zero_stage)
+    if launch_s is not None:
+        software = replace(software, launch_s=launch_s)
     if not overlap_dp:
         software = replace(software, overlap=0.0)
     block = block_seconds(

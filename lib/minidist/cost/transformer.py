@@ -254,6 +254,8 @@ LLAMA2_7B = Transformer(
 )
 LLAMA2_13B = replace(
     LLAMA2_7B,
+    vocab_size=32000,
+    context=4096,
     width=5120,
     num_layers=40,
     num_heads=40,
@@ -261,6 +263,8 @@ LLAMA2_13B = replace(
 )
 LLAMA2_70B = replace(
     LLAMA2_7B,
+    vocab_size=32000,
+    context=4096,
     width=8192,
     num_layers=80,
     num_heads=64,
@@ -271,41 +275,54 @@ LLAMA3_8B = replace(
     LLAMA2_7B,
     vocab_size=128256,
     context=8192,
+    width=4096,
+    num_layers=32,
+    num_heads=32,
     num_kv_heads=8,
     mlp_ratio=14336 / 4096,
 )
-LLAMA3_70B = replace(
-    LLAMA3_8B,
-    width=8192,
-    num_layers=80,
-    num_heads=64,
-    mlp_ratio=28672 / 8192,
-)
 LLAMA3_405B = replace(
-    LLAMA3_8B,
+    LLAMA2_7B,
+    vocab_size=128256,
+    context=8192,
     width=16384,
     num_layers=126,
     num_heads=128,
+    num_kv_heads=8,
     mlp_ratio=53248 / 16384,
 )
 # 8 experts, 2 per token (arXiv 2401.04088).
-MIXTRAL_8X7B = replace(
-    LLAMA2_7B,
+MIXTRAL_8X7B = Transformer(
+    vocab_size=32000,
+    context=4096,
+    width=4096,
+    num_layers=32,
+    num_heads=32,
     num_kv_heads=8,
     mlp_ratio=14336 / 4096,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
     num_experts=8,
     experts_per_token=2,
     expert_width=14336,
 )
 # 256 routed experts and a shared one, 8 per token in at most 4 nodes, three dense blocks; latent
 # attention with ranks 1,536 and 512, heads of 128 + 64 and 128 (arXiv 2412.19437).
-DEEPSEEK_V3 = replace(
-    LLAMA2_7B,
+DEEPSEEK_V3 = Transformer(
     vocab_size=129280,
+    context=4096,
     width=7168,
     num_layers=61,
     num_heads=128,
     mlp_ratio=18432 / 7168,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
     num_experts=256,
     experts_per_token=8,
     expert_width=2048,
@@ -318,4 +335,14 @@ DEEPSEEK_V3 = replace(
     + 7168 * (512 + 64)
     + 512 * 128 * (128 + 128)
     + 128 * 128 * 7168,
+)
+LLAMA3_70B = replace(
+    LLAMA2_7B,
+    vocab_size=128256,
+    context=8192,
+    width=8192,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    mlp_ratio=28672 / 8192,
 )

@@ -101,14 +101,27 @@ def pcie_a100(num_devices: int = 2) -> Cluster:
     )
 
 
-def dgx_h100() -> Cluster:
+def dgx_h100(nodes: int = 1) -> Cluster:
     """DGX H100: 8 GPUs on NVLink (450 GB/s each way), 400 Gbit/s per GPU between nodes."""
     return Cluster(
-        name="DGX H100",
-        nodes=1,
+        name="DGX H100" if nodes == 1 else f"{nodes} x DGX H100",
+        nodes=nodes,
         devices_per_node=8,
         intra_node=Link(bandwidth_bytes_per_s=450e9, latency_s=3.4e-6),
         inter_node=Link(bandwidth_bytes_per_s=8 * 50e9, latency_s=9.6e-6),
         peak_flops_per_s=989e12,
         memory_bandwidth_bytes_per_s=3.35e12,
+    )
+
+
+def four_nodes_100gbit() -> Cluster:
+    """Four nodes of two A100 on PCIe, joined by 100 Gbit/s Ethernet."""
+    return Cluster(
+        name="4 nodes, 100 Gbit/s",
+        nodes=4,
+        devices_per_node=2,
+        intra_node=Link(bandwidth_bytes_per_s=32e9, latency_s=5.7e-6),
+        inter_node=_NETWORK_100_GBIT,
+        peak_flops_per_s=312e12,
+        memory_bandwidth_bytes_per_s=2.0e12,
     )

@@ -286,6 +286,7 @@ class EmulatedGroup(NamedGroup):
             [tensor],
             None if sends else (lambda raw: write(tensor, raw)),
             eager=sends,
+            source=-1 if sends else peer,
         )
 
 

@@ -27,6 +27,7 @@ class EmulatedWork(dist._Work):
         store: Callable[[np.ndarray], None] | None,
         *,
         eager: bool = False,
+        source: int = -1,
     ) -> None:
         super().__init__()
         self._client = client
@@ -35,6 +36,7 @@ class EmulatedWork(dist._Work):
         self._store = store
         self._fetched = eager  # an eager send needs no answer
         self._waited = False
+        self._source = source
         self._lock = threading.RLock()
 
     def wait(self, timeout: Any = None) -> bool:
@@ -81,6 +83,9 @@ class EmulatedWork(dist._Work):
     def result(self) -> list[torch.Tensor]:
         self.wait()
         return self._outputs
+
+    def source_rank(self) -> int:
+        return self._source
 
     def _fetch(self, *, moves_clock: bool) -> None:
         header = {"t": "fetch", "key": self._key, "wait": moves_clock, "st": self._client.stream}
