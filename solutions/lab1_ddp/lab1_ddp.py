@@ -311,7 +311,7 @@ check("wrap_model", wrap_model)
 # - Each rank takes its share of that order, following the table. First shuffle all $n$ samples,
 #   then cut or pad: what `"drop"` loses must not be the same samples in every epoch.
 # - Which rank gets which sample is up to you, and so is what `"pad"` repeats, and how often. It
-#   must work even if there are fewer samples than ranks, or none.
+#   must work even if there are fewer samples than ranks.
 # - `set_epoch(epoch)`: the next iteration uses this epoch. It starts with epoch 0.
 # - PyTorch's global generator stays where it is: ranks use it for other things.
 #
