@@ -74,6 +74,14 @@ def refuse_pieces(tensors: Iterable[Tensor], where: str) -> None:
         raise PIECES.error(f"got parameters that Zero3 has cut on {named_rank()}", where=where)
 
 
+def own_norms(
+    tensors: list[Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The norm of each tensor's elements on this rank, also where they are a Zero3 piece's."""
+    with torch._C.DisableTorchFunctionSubclass():  # a piece's gradient refuses norms otherwise
+        return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
 @torch.no_grad()
 def clip_by_global_norm(
     shards: Iterable[Tensor],
@@ -109,8 +117,7 @@ def clip_by_global_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for alike in by_dtype_and_device(g for g in counted if g.numel()):
         exact = alike[0].dtype if alike[0].dtype == torch.float64 else torch.float32
-        with torch._C.DisableTorchFunctionSubclass():  # a piece's gradient refuses norms
-            norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=exact)).to(total)
+        norms = torch.stack(own_norms(alike, norm_type, dtype=exact)).to(total)
         total = torch.maximum(total, norms.max()) if infinite else total + (norms**norm_type).sum()
     dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     norm = total if infinite else total ** (1 / norm_type)

@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from minidist.device import by_dtype_and_device
 from minidist.errors import MinidistError
-from minidist.precision.clip import shard_group
+from minidist.precision.clip import own_norms, shard_group
 
 
 class Stage(Enum):
@@ -347,6 +347,5 @@ def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 def _extremes(alike: list[torch.Tensor]) -> torch.Tensor:
     """A few numbers; at least one is inf or NaN if any element is. A sum could overflow instead."""
     if alike[0].is_cuda:  # one kernel for many gradients; on the CPU this norm is slow
-        with torch._C.DisableTorchFunctionSubclass():  # a piece's gradient refuses norms
-            return torch.stack(list(torch._foreach_norm(alike, math.inf)))
+        return torch.stack(own_norms(alike, math.inf))
     return torch.stack([extreme for gradient in alike for extreme in torch.aminmax(gradient)])

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 
 from minidist.device import by_dtype_and_device
 from minidist.errors import MinidistError, named_rank
-from minidist.precision.clip import counts_here
+from minidist.precision.clip import counts_here, own_norms
 
 
 @torch.no_grad()
@@ -80,11 +78,6 @@ def clip_grad_norm(
     return norm
 
 
-def _each_its_elements(shard_group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
-    """With a group, norms of Zero3's pieces are meant; without one, they are refused."""
-    return nullcontext() if shard_group is None else torch._C.DisableTorchFunctionSubclass()
-
-
 def _norm(grads: list[Tensor], norm_type: float, shard_group: dist.ProcessGroup | None) -> Tensor:
     # At least float32, because squares of float16 overflow above 256. With shards always float64:
     # ranks may hold different dtypes or nothing, and this needs no agreement.
@@ -92,9 +85,10 @@ def _norm(grads: list[Tensor], norm_type: float, shard_group: dist.ProcessGroup 
     dtype = torch.float64 if wide else torch.float32
     device = grads[0].device if grads else _device(shard_group)
     norms = [torch.zeros((), dtype=dtype, device=device)]
+    # Without a group, gradients of Zero3's pieces are refused.
+    norms_of = torch._foreach_norm if shard_group is None else own_norms
     for alike in by_dtype_and_device(grads):
-        with _each_its_elements(shard_group):
-            norms += [n.to(device) for n in torch._foreach_norm(alike, norm_type, dtype=dtype)]
+        norms += [n.to(device) for n in norms_of(alike, norm_type, dtype=dtype)]
     stacked = torch.stack(norms)
     if math.isinf(norm_type):
         total = stacked.max()

@@ -59,6 +59,7 @@ from minidist.parallel.pipeline import PipelineExecutor, interleaved
 from minidist.parallel.tensor import vocab_parallel_cross_entropy
 from minidist.parallel.zero import ShardedOptimizer, Zero2Optimizer, Zero3
 from minidist.precision import MixedPrecisionPolicy
+from minidist.precision.clip import own_norms
 
 
 class HybridTrainer(HybridState):
@@ -297,9 +298,7 @@ class HybridTrainer(HybridState):
         # A few kernels for all gradients together. With a few kernels per gradient, a GPU would
         # spend more time on launches than on computation.
         if own:
-            with torch._C.DisableTorchFunctionSubclass():  # a piece's gradient refuses norms
-                norms = torch._foreach_norm(own, dtype=torch.float64)
-            square += torch.stack(norms).square().sum()
+            square += torch.stack(own_norms(own, dtype=torch.float64)).square().sum()
         dist.all_reduce(square)
         norm = square.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
