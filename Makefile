@@ -53,7 +53,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  export JUPYTER_CONFIG_PATH="$(CURDIR)/autograder/authoring/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
 	  exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
-test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
+test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 11 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.authoring --check
 	@$(PYTEST) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
