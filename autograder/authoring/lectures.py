@@ -100,8 +100,12 @@ class _Reader:
             spoilt = [
                 node
                 for node in body
-                if not wanted[node] and not isinstance(node, _DEFINITIONS)
-                if changed.intersection((*_stored(node), *_global_names(node))) or self._needs(node)
+                if not wanted[node]
+                if self._needs(node)
+                or (
+                    not isinstance(node, _DEFINITIONS)
+                    and changed.intersection((*_stored(node), *_global_names(node)))
+                )
             ]
             if not spoilt:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,23 +12,23 @@ import pytest
 from course import ROOT
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
+from autograder.authoring.cells import parse_cell, split_magic
 from autograder.authoring.lectures import plan_lecture, write_for_students
 from autograder.authoring.release import write_release
 from autograder.course.course import Course
+from autograder.criteria import lab_names
 
 LIBRARY = ROOT / "lib" / "minidist"
 MISSING = {"minidist.precision.scaler": ("lab4_amp",), "minidist.elastic": ("lab5_multinode",)}
-# While a lab is open and those before it are over: lectures that have come by then and lack code
-TERM = [
+LABS = [name for name in lab_names() if name.startswith("lab")]
+# Each lecture that comes before all labs are over, and the lab at whose time most of its code waits
+MOST_WAITS = [
     ("lab1_ddp", "03_data_parallelism"),
     ("lab1_ddp", "12_mixture_of_experts"),
     ("lab2_accumulation", "04_big_batches"),
     ("lab3_fsdp", "05_sharding"),
-    ("lab4_amp", "04_big_batches"),
     ("lab4_amp", "06_mixed_precision"),
-    ("lab5_multinode", "03_data_parallelism"),
     ("lab5_multinode", "10_many_nodes"),
-    ("lab6_profiling", "03_data_parallelism"),
     ("lab6_profiling", "09_hybrid_and_planning"),
     ("lab6_profiling", "11_finding_the_time"),
 ]
@@ -73,6 +74,11 @@ def lecture(tmp_path, *sources, outputs=()):
         (
             ["%%writefile job.py\nimport minidist.elastic\n", "!python job.py", "!ls"],
             ["", "", "!ls"],
+        ),
+        # a function that reads what the cell makes later
+        (
+            ["from minidist.elastic import train", "def f():\n    return a\na = train()\nf()"],
+            ["", ""],
         ),
         # what a dropped statement changes waits, too; what it only shows stays
         (
@@ -133,7 +139,26 @@ def released(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lab", "name"), TERM)
+@pytest.mark.parametrize("lab", LABS)
+def test_every_name_that_a_lecture_reads_is_there(released, lab):
+    """Of every lecture while any lab is open: also of those that are not run."""
+    folder = released(lab)
+    lectures = sorted((folder / "notebooks").glob("*.ipynb"))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821"]
+    done = subprocess.run([*ruff, *lectures], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+    cells = [
+        c.source for path in lectures for c in nbformat.read(path, 4).cells if c.cell_type == "code"
+    ]
+    nodes = [node for cell in cells for node in ast.walk(parse_cell(split_magic(cell)[1]))]
+    imports = {ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)}
+    done = run_python("\n".join(sorted(imports, key=lambda line: "__future__" not in line)), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lab", "name"), MOST_WAITS)
 def test_a_lecture_runs_in_the_students_folder(released, tmp_path, lab, name):
     folder = released(lab)
     code = f"""
@@ -141,11 +166,16 @@ import papermill
 papermill.execute_notebook({str(folder / "notebooks" / f"{name}.ipynb")!r},
     {str(tmp_path / "out.ipynb")!r}, cwd={str(tmp_path)!r}, progress_bar=False, start_timeout=120)
 """
-    done = subprocess.run(
+    done = run_python(code, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def run_python(code, folder):
+    """Runs Python with the library of a students' folder."""
+    return subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": f"{folder / 'lib'}{os.pathsep}{folder}"},
         capture_output=True,
         text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
