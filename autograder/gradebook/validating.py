@@ -10,6 +10,7 @@ only, above what the first of these checks says.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from nbformat import NotebookNode
@@ -19,6 +20,8 @@ from nbgrader.utils import determine_grade, is_grade, is_solution
 from nbgrader.validator import Validator
 
 from autograder.inside.probe import NOT_STARTED
+
+_NOT_STARTED = re.compile(rf"^{NOT_STARTED}, ", re.MULTILINE)
 
 
 def forgive_warnings() -> None:
@@ -31,7 +34,7 @@ def forgive_warnings() -> None:
         plain(self, **about)
         for output in about["cell"].get("outputs", ()):
             is_stderr = output.output_type == "stream" and output.name == "stderr"
-            if is_stderr and f": {NOT_STARTED}, " not in output.text:
+            if is_stderr and not _NOT_STARTED.search(output.text):
                 output.name = "stdout"
 
     on_cell_executed.forgives_warnings = True  # type: ignore[attr-defined]

@@ -116,7 +116,7 @@ def check(name: str, subject: Any = None) -> None:
             # No error, so that "Run all" goes on to the tasks that are written. `nbgrader validate`
             # takes a cell with text on stderr for failed.
             title = f"○ {name}  0/{criterion.points:g}  {criterion.title}"
-            print(f"{title}: {NOT_STARTED}, {said}", file=sys.stderr)
+            print(f"{title}\n{NOT_STARTED}, {said}", file=sys.stderr)
             return
         lines = _of_student(error.__traceback__)
         if lines is None and isinstance(error, Exception):

@@ -228,7 +228,7 @@ def test_a_warning_fails_no_check(tmp_path, monkeypatch):
     for name, source in (
         ("warns", "import warnings; warnings.warn('mind this'); print('passed')"),
         ("fails", "import sys; print('a line', file=sys.stderr); assert False, 'wrong'"),
-        ("waits", "import sys; print('○ x  0/5  y: not started, not written', file=sys.stderr)"),
+        ("waits", "import sys; print('○ x  0/5  y\\nnot started, not written', file=sys.stderr)"),
     ):
         cell = v4.new_code_cell(source, id=name)
         cell.metadata["nbgrader"] = about | {"grade_id": name, "points": 5, "cell_type": "code"}
