@@ -103,9 +103,15 @@ def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
             " === 'idle'"
         )
 
-        # Saved, the lab's points are on the front page.
-        lab.write("see_wrap", "")
+        # Validate runs the saved notebook, and tells the points.
+        lab.write("see_wrap", solved["see_wrap"])
         lab.command("docmanager:save")
+        page.click("button:has-text('Validate'), jp-button:has-text('Validate')")
+        said = page.inner_text(".jp-Dialog:has-text('Validation Results')")
+        assert re.search(r"So far \d+ of 100 points; checks that fail: \d+ of 18", said), said
+        page.keyboard.press("Escape")
+
+        # The lab's points are on the front page.
         list(set_out(course))
         front = (course / "work" / FRONT_PAGE).read_text("utf-8")
         assert re.search(r"lab1_ddp.ipynb\): \*\*\d+ of 100 points\*\*", front), front
