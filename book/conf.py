@@ -9,6 +9,8 @@ from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
+from minidist.kernel.highlight import highlight_rank_cells
+
 project = "Training over many GPUs"
 author = "the course's maintainers"
 copyright = ""
@@ -110,7 +112,8 @@ def _pictures(
 
 
 def setup(app: Sphinx) -> None:
-    """Formulas without scripts from elsewhere; the reference of the library."""
+    """Colours, formulas without scripts from elsewhere, and the reference of the library."""
+    highlight_rank_cells()
     app.add_node(nodes.math, html=(_formula, None), override=True)
     app.add_node(nodes.math_block, html=(_formula, None), override=True)
     app.connect("autodoc-skip-member", _only_own)

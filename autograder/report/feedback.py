@@ -21,6 +21,7 @@ from traitlets.config import Config
 from autograder.criteria.criterion import Lab, Status
 from autograder.plain_text import MARKS, Mark, clean, is_hidden
 from autograder.report.safe_html import SAFE
+from minidist.kernel.highlight import highlight_rank_cells
 
 NOT_YET = "Not graded yet: a person will read this. Until then it counts as nothing, not as wrong."
 _LOST = (Status.WRONG, Status.STUDENT_ERROR, Status.TIMEOUT, Status.RANK_LOST, Status.NOT_RUN)
@@ -226,5 +227,6 @@ class FeedbackExporter(HTMLExporter):
         self, nb: NotebookNode, resources: dict[str, Any] | None = None, **kw: Any
     ) -> tuple[str, dict[str, Any]]:
         """The page, and nbconvert's resources."""
+        highlight_rank_cells()
         html, made = super().from_notebook_node(nb, resources, **kw)
         return show_hidden(html), made

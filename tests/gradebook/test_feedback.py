@@ -100,6 +100,7 @@ def notebook() -> list[NotebookNode]:
             grade=False,
             comment=f"Well. {EVIL}",
         ),
+        new_code_cell("%%rank 0\nfor i in range(3): pass"),
         new_code_cell("class A:\n    '''text'''\n    y = 2.0\n" + "z = " + "1 + " * 100 + "1"),
         graded("setup", Status.PASS, 5),
         graded("ddp_gradients", Status.WRONG, 0, SUMMED + "\x1b[2J\u202e</pre>" + EVIL),
@@ -127,6 +128,7 @@ def test_the_page_says_what_is_lost_and_why():
         assert shown in page
     assert "data:image/png;base64," + PNG in page
     assert "2 of 2" not in rest
+    assert '<span class="k">for</span>' in page  # below %%rank as well
 
 
 @pytest.mark.parametrize("points", [5, 2.67])

@@ -117,6 +117,7 @@ def test_figures_claims_and_widgets_are_in_the_page(small_site):
     assert "✓ twice two: 4" in page
     assert "<mfrac>" in page
     assert "<msub>" in page
+    assert '<span class="kn">import</span>' in page  # below %%rank as well
     assert "quick = True" not in re.sub("<[^>]*>", "", page)
     assert "model_id" not in page
     assert 'href="../labs/lab1_x/lab1_x.html"' in page
