@@ -24,7 +24,7 @@
 # - measure that, on any rank, with any sharding (task 2);
 # - shard a transformer from scratch: cut, gather, free, reduce-scatter, prefetch (task 3);
 # - do the same with `fully_shard`, and choose its precision and its offloading (task 4);
-# - train a model whose training state is larger than your rank's memory (task 5);
+# - keep activations small, and train a model that is larger than your rank's memory (task 5);
 # - save and load a sharded model without a deadlock (task 6);
 # - measure throughput and scaling (task 7), and pick the cheapest strategy that fits (task 8).
 #
@@ -33,7 +33,7 @@
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|
-# | points | 6 | 5 | 48 | 14 | 8 | 11 | 4 | 4 | 100 |
+# | points | 6 | 5 | 46 | 14 | 10 | 11 | 4 | 4 | 100 |
 #
 # Without sharding (fsdp_shards) this lab gives at most 49 points.
 #
@@ -93,6 +93,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from autograder import check
 from minidist.device import (
@@ -758,8 +759,70 @@ check("fsdp_policies", policies)
 # %% [markdown]
 # ## Task 5 · A model that does not fit
 #
-# **Why.** This is what it is all for. The check starts fresh processes, one per rank, and takes
-# away their memory: each may use what a sharded training needs, and no more. On 3 ranks the
+# **Why.** Weights, gradients and optimizer state are sharded now. Activations are not: what forward
+# keeps for backward belongs to this rank's batch, and in a deep model it soon is the larger part.
+# *Activation checkpointing* keeps a unit's input only, and computes the rest again when its
+# backward comes: a third more computing, and no other change.
+#
+# **Write `recompute_units(model, units)`.**
+#
+# - After it, each unit of `units` keeps nothing but its inputs between forward and backward. In
+#   backward, units are computed again one by one, each when its turn comes. Modules that are in no
+#   unit are computed once, as before.
+# - It changes the model in place, and returns it. `state_dict()` keeps its names.
+# - Outputs and gradients are what they were without it: with dropout, over several steps, with
+#   arguments by keyword, and where a unit's input needs no gradient.
+#
+# <details><summary>Hint</summary>
+#
+# Give each unit another `forward`, which calls `checkpoint(the_old_one, *args, **kwargs)` with
+# `use_reentrant=False`. In a loop, mind that a lambda sees the loop's variable as it is when it is
+# called.
+# </details>
+
+
+# %% solution="task5_recompute"
+def recompute_units(model: nn.Module, units: list[nn.Module]) -> nn.Module:
+    """The model, of which each unit keeps its inputs only and computes the rest again."""
+    ### BEGIN SOLUTION
+    for unit in units:
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+    return model
+    ### END SOLUTION
+
+
+# %% [markdown]
+# What backward needs of one forward pass, with your model sharded as in task 4. Expected: several
+# times less, and the same loss. (Every block's input stays, and so do the embeddings and the head,
+# which are no blocks.)
+
+# %% demo="see_recompute"
+with demo("tasks 4 and 5"):
+    mesh = init_device_mesh(device.type, (world_size,))
+    for again in (False, True):
+        gpt = make_gpt()
+        gpt = recompute_units(gpt, list(gpt.blocks)) if again else gpt
+        gpt = shard_model(gpt, units_of(gpt), mesh)
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        x, y = random_tokens(rank)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = lm_loss(gpt(x), y)
+        loss.backward()
+        if IS_RANK_ZERO:
+            how = "computed again" if again else "kept"
+            print(f"{how:<15} {sum(kept.values()) / 2**20:6.2f} MiB, loss {loss.item():.5f}")
+
+# %% check="fsdp_recompute"
+check("fsdp_recompute", recompute_units)
+
+# %% [markdown]
+# Now the memory is taken away. The check starts fresh processes, one per rank: each may use what a
+# sharded training needs, and no more. On 3 ranks the
 # model's training state (weights, gradients, AdamW) is nearly twice that. Plain DDP cannot do it;
 # nor can any form in which the optimizer's state, or all units at once, are whole on one rank.
 #

@@ -11,7 +11,16 @@ from autograder.criteria.common.gpu_meter import draw_seeds
 from autograder.criteria.common.own_node import on_own_node
 from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
-from autograder.criteria.lab3_fsdp import emulated, gpu, memory, planning, saving, scratch, shards
+from autograder.criteria.lab3_fsdp import (
+    activations,
+    emulated,
+    gpu,
+    memory,
+    planning,
+    saving,
+    scratch,
+    shards,
+)
 
 _FORMULA = "Task 1, how much memory?"
 _MEASURE = "Task 2, measure it"
@@ -48,6 +57,7 @@ LAB = Lab(
         **TRAINING_LOOP,
         "minidist.parallel.fsdp.native": "fully_shard",
         "minidist.parallel.fsdp.state": "checkpoints",
+        "minidist.parallel.recompute": "recomputing activations",
         "minidist.parallel.zero.stage3": "own FSDP",
         "minidist.parallel.zero.unit": "own FSDP",
         "minidist.parallel.zero.flat": "own FSDP",
@@ -75,7 +85,7 @@ LAB = Lab(
             judge=scratch.judge_forward,
         ),
         _scratch(
-            name="fsdp_gradients", title="shards get the mean over ranks", points=8,
+            name="fsdp_gradients", title="shards get the mean over ranks", points=7,
             draw=scratch.draw_forward, observe=on_own_node(scratch.observe_gradients),
             judge=scratch.judge_gradients,
         ),
@@ -86,7 +96,7 @@ LAB = Lab(
         ),
         _limited(
             name="fsdp_limit", title="units are freed, under a memory limit", task=_SCRATCH,
-            points=8, draw=limit.draw, observe=limit.observe_class, judge=limit.judge_class,
+            points=7, draw=limit.draw, observe=limit.observe_class, judge=limit.judge_class,
         ),
         _units(
             name="fsdp_units", title="one all-gather, one reduce-scatter per unit", points=7,
@@ -113,8 +123,13 @@ LAB = Lab(
             world="none", draw=saving.draw_policies, observe=saving.observe_policies,
             judge=saving.judge_policies,
         ),
+        Criterion(
+            name="fsdp_recompute", title="units keep their inputs only", task=_LARGE, points=4,
+            world="none", draw=activations.draw, observe=activations.observe,
+            judge=activations.judge,
+        ),
         _limited(
-            name="fsdp_budget", title="trains what does not fit whole", task=_LARGE, points=8,
+            name="fsdp_budget", title="trains what does not fit whole", task=_LARGE, points=6,
             **_after_sharding, draw=limit.draw_uneven, observe=limit.observe_function,
             judge=limit.judge_function,
         ),

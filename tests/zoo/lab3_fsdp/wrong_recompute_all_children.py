@@ -1,0 +1,12 @@
+"""Every block recomputes, also those that are in no unit.
+
+loses: fsdp_recompute
+"""
+
+
+# %% replaces="task5_recompute"
+def recompute_units(model, units):
+    for module in model.modules():
+        if type(module) is type(units[0]):
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    return model
