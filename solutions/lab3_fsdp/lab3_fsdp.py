@@ -760,7 +760,7 @@ check("fsdp_policies", policies)
 # ## Task 5 · A model that does not fit
 #
 # **Why.** Weights, gradients and optimizer state are sharded now. Activations are not: what forward
-# keeps for backward belongs to this rank's batch, and in a deep model it soon is the larger part.
+# keeps for backward belongs to this rank's batch, and with long sequences it is the larger part.
 # *Activation checkpointing* keeps a unit's input only, and computes the rest again when its
 # backward comes: a third more computing, and no other change.
 #
@@ -822,9 +822,9 @@ check("fsdp_recompute", recompute_units)
 
 # %% [markdown]
 # Now the memory is taken away. The check starts fresh processes, one per rank: each may use what a
-# sharded training needs, and no more. On 3 ranks the
-# model's training state (weights, gradients, AdamW) is nearly twice that. Plain DDP cannot do it;
-# nor can any form in which the optimizer's state, or all units at once, are whole on one rank.
+# sharded training needs, and no more. On 3 ranks the model's training state (weights, gradients,
+# AdamW) is nearly twice that. Plain DDP cannot do it; nor can any form in which the optimizer's
+# state, or all units at once, are whole on one rank.
 #
 # **Write `train_large(make_model, batches, lr)`.**
 #

@@ -156,7 +156,8 @@ def _renamed(answer: Values) -> str:
     renamed = told(answer, "renamed")
     if renamed == []:
         return ""
-    return f"state_dict() has no {str(renamed)[:200]} any more: checkpoints would not fit."
+    first = str(renamed[0])[:80] if isinstance(renamed, list) else "names"
+    return f"state_dict() has no {first} any more: names have changed, and checkpoints do not fit."
 
 
 def _passes(answer: Values, left_over: int) -> str:
@@ -207,6 +208,13 @@ def _step_problem(held: Any, passes: list[Any], left_over: int) -> str:
 
 
 def _values(answer: Values, expected: Values, rank: int) -> Finding | None:
+    for name in expected:
+        if name not in answer:
+            step, _, what = name.partition("/")
+            hint = " The input of block 0 needs no gradient; its weights do." * (
+                "blocks.0." in what
+            )
+            return Finding(f"step {step}, gradient of {what}: there is none.{hint}", rank)
     for name, right in expected.items():
         number, _, what = name.partition("/")
         if number == "out":
@@ -221,8 +229,6 @@ def _values(answer: Values, expected: Values, rank: int) -> Finding | None:
             hint = (
                 "The output is right. Does the second forward draw the dropout masks of the first?"
             )
-        if name not in answer:
-            return Finding(f"{label}: there is none.", rank)
         if wrong := differs(rank, label, answer[name], right, rtol=RTOL, atol=ATOL, hint=hint):
             return wrong
     return None
