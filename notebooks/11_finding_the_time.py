@@ -1556,7 +1556,7 @@ figure
 
 # %% [markdown]
 # With more ranks than cores, ranks take turns: such a row says nothing about scaling, and the note
-# says so. The exercise at the end turns this log into a report.
+# says so. Lab 6 makes a report of such a log, which anybody can check.
 #
 # ### Tables of efficiency, checked
 #
@@ -1970,123 +1970,6 @@ display(
 # <details><summary>Answer</summary>
 #
 # `math.ceil(make_ms / step_ms)`. The rank needs as many cores for them.
-#
-# </details>
-#
-# ### A report that agrees with its log
-#
-# Section 6 kept `log`: a line for each round and size. Write a function that makes a report of such
-# a log, a row per number of ranks, the smallest first:
-#
-# - `"ranks"` and `"global_batch"`, the samples of all ranks in a step;
-# - `"samples_per_s"`, `"low"` and `"high"`: median, smallest and largest of all rounds, all ranks
-#   together;
-# - `"efficiency"`: in each round the samples per second on N ranks, divided by N times those on one
-#   rank; of these the median.
-#
-# The cell after it holds your report against your log. No number has to be large.
-
-
-# %%
-# %%rank 0
-def scaling_report(log: list[dict]) -> list[dict] | None:
-    """Your turn. A line has "round", "ranks", "batch_per_rank", "seconds"; statistics.median."""
-    return None
-
-
-# %%
-# %%rank 0
-def what_the_log_says(log) -> list[dict]:
-    found, alone = [], None
-    for n in sorted({line["ranks"] for line in log}):
-        lines = [line for line in log if line["ranks"] == n]
-        batch = n * lines[0]["batch_per_rank"]
-        rates = [batch / line["seconds"] for line in lines]
-        alone = alone or rates
-        found.append(
-            {
-                "ranks": n,
-                "global_batch": batch,
-                "samples_per_s": statistics.median(rates),
-                "low": min(rates),
-                "high": max(rates),
-                "efficiency": statistics.median(
-                    rate / (n * base) for rate, base in zip(rates, alone, strict=True)
-                ),
-            }
-        )
-    return found
-
-
-def check_report(answer, log=log) -> str:
-    report, expected = answer([dict(line) for line in log]), what_the_log_says(log)
-    if report is None:
-        return "Not written yet."
-    if not isinstance(report, list | tuple) or not all(isinstance(row, dict) for row in report):
-        return "A report is a list of dicts, one for each number of ranks."
-    if len(report) != len(expected):
-        return f"{len(report)} rows, but the log has {len(expected)} numbers of ranks."
-    for row, right in zip(report, expected, strict=True):
-        for name, value in right.items():
-            if name not in row:
-                return f"{right['ranks']} ranks: {name} is missing."
-            if not isinstance(row[name], int | float | np.number):
-                return f"{right['ranks']} ranks: {name} is {row[name]!r}, which is no number."
-            if not math.isclose(row[name], value, rel_tol=1e-6):
-                got = f"{row[name]:.6g}, the log says {value:.6g}"
-                return f"{right['ranks']} ranks: {name} is {got}."
-    return f"Right: it is the report of this log, {len(log)} lines."
-
-
-def changed(**how):
-    """A report in which some numbers are made of the right row."""
-    return lambda log: [row | {k: f(row) for k, f in how.items()} for row in what_the_log_says(log)]
-
-
-print(check_report(scaling_report))
-display(
-    claim("a report made of the log's lines", check_report(changed())[:5], "Right"),
-    claim(
-        "a speedup that is called an efficiency",
-        check_report(changed(efficiency=lambda row: row["efficiency"] * row["ranks"])),
-        lambda got: "ranks: efficiency is" in got,
-    ),
-    claim(
-        "the batch of one rank in place of the global one",
-        check_report(changed(global_batch=lambda row: row["global_batch"] // row["ranks"])),
-        lambda got: "ranks: global_batch is" in got,
-    ),
-    claim(
-        "a percentage as text",
-        check_report(changed(efficiency=lambda row: f"{row['efficiency']:.0%}")),
-        lambda got: "no number" in got,
-    ),
-    claim(
-        "one round in place of all: no spread",
-        check_report(lambda log: what_the_log_says([x for x in log if x["round"] == 0])),
-        lambda got: "1 ranks: " in got,
-    ),
-)
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# ```python
-# from statistics import median
-#
-# rows, alone = [], None
-# for n in sorted({line["ranks"] for line in log}):
-#     lines = [line for line in log if line["ranks"] == n]
-#     batch = n * lines[0]["batch_per_rank"]
-#     rates = [batch / line["seconds"] for line in lines]
-#     alone = alone or rates
-#     ratios = [rate / (n * base) for rate, base in zip(rates, alone, strict=True)]
-#     rows.append({"ranks": n, "global_batch": batch, "samples_per_s": median(rates),
-#                  "low": min(rates), "high": max(rates), "efficiency": median(ratios)})
-# return rows
-# ```
-#
-# Ratios are taken within a round: what slowed the machine down in a round slowed down both.
 #
 # </details>
 #

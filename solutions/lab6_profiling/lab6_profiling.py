@@ -32,7 +32,7 @@
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|
-# | points | 14 | 19 | 24 | 15 | 22 | 6 | 100 |
+# | points | 13 | 19 | 24 | 14 | 21 | 9 | 100 |
 #
 # Without causes (3 of prof_finds_loader, prof_finds_copies, prof_finds_logging,
 # prof_finds_straggler, prof_finds_buckets) this lab gives at most 49 points.
@@ -1351,6 +1351,83 @@ def scaling(step_s: dict[int, float], mode: str) -> dict[int, tuple[float, float
 
 # %% check="prof_scaling"
 check("prof_scaling", scaling)
+
+# %% [markdown]
+# **And on a real clock?** There no two steps take equally long. So one measures in rounds: in each
+# round every number of ranks takes a step, and a slow moment of the machine hits all of them. A
+# report says how far the rounds are apart, and anybody can check it against the log.
+#
+# **Write `scaling_report(log)`.** A log has one line per round and number of ranks, in any order: a
+# dict of `"round"`, `"ranks"`, `"batch_per_rank"` and `"seconds"` (of a step, on the slowest rank).
+# Return a dict: number of ranks to a dict of two triples, each *(smallest, median, largest)* of all
+# rounds.
+#
+# - `"samples_per_s"`: of all ranks together.
+# - `"efficiency"`: in each round, samples per second **and rank**, divided by those of the fewest
+#   ranks of the log in that round. That holds for weak and for strong scaling. Measurements get cut
+#   off: a round that lacks one of the two gives no efficiency.
+
+
+# %% solution="task6_report"
+def scaling_report(log: list[dict]) -> dict[int, dict[str, tuple[float, float, float]]]:
+    """Number of ranks -> samples per second and efficiency, with their spread over rounds."""
+    ### BEGIN SOLUTION
+    rates: dict[int, dict[int, float]] = {}  # ranks -> round -> samples per second
+    for line in log:
+        rate = line["ranks"] * line["batch_per_rank"] / line["seconds"]
+        rates.setdefault(line["ranks"], {})[line["round"]] = rate
+    base = min(rates)
+    report = {}
+    for n, of_rounds in rates.items():
+        both = of_rounds.keys() & rates[base].keys()
+        shares = [of_rounds[i] / n / (rates[base][i] / base) for i in both]
+        report[n] = {
+            name: (min(values), statistics.median(values), max(values))
+            for name, values in (("samples_per_s", of_rounds.values()), ("efficiency", shares))
+        }
+    return report
+    ### END SOLUTION
+
+
+# %% [markdown]
+# Your own training on 1, 2 and 4 ranks of this machine, 9 rounds of it. Put your network in, if you
+# like. Expected: no two rounds agree. Where there are fewer cores than ranks, ranks take turns, and
+# their efficiency says nothing about a network.
+
+
+# %% demo="see_report" tags=["active-ipynb"]
+# %%rank 0
+# def my_training(group, batch_size: int):
+#     """Makes a model on each rank of the group; returns a function that trains it for one step."""
+#     here = choose_device()
+#     layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]
+#     model = DistributedDataParallel(nn.Sequential(*layers).to(here), process_group=group)
+#     x = torch.randn(batch_size, 256, device=here)
+#
+#     def step() -> None:
+#         model.zero_grad()
+#         model(x).square().mean().backward()
+#
+#     return step
+#
+#
+# with demo("task 6"), tempfile.TemporaryDirectory() as folder:
+#     scaling_report([{"round": 0, "ranks": 1, "batch_per_rank": 1, "seconds": 1.0}])
+#     from minidist.profile import measure_scaling
+#
+#     path = Path(folder) / "log.jsonl"
+#     measure_scaling(my_training, [1, 2, 4], mode="weak", batch_size=256, rounds=9, log=path)
+#     log = [json.loads(line) for line in path.read_text().splitlines()]
+#     for num_ranks, row in sorted(scaling_report(log).items()):
+#         low, middle, high = row["samples_per_s"]
+#         shares = " to ".join(f"{share:.0%}" for share in row["efficiency"][::2])
+#         print(
+#             f"{num_ranks} ranks: {middle:,.0f} samples/s ({low:,.0f} to {high:,.0f}), "
+#             f"efficiency {row['efficiency'][1]:.0%} ({shares})"
+#         )
+
+# %% check="prof_report"
+check("prof_report", scaling_report)
 
 # %% [markdown]
 # **What does communication cost?** On real devices you cannot look it up in a plan, so you measure:

@@ -91,7 +91,7 @@ LAB = Lab(
             judge=record.judge_record, deadline_s=40.0,
         ),
         Criterion(
-            name="prof_spans_cpu", title="reads the trace of a CPU", task=_RECORD, points=5,
+            name="prof_spans_cpu", title="reads the trace of a CPU", task=_RECORD, points=4,
             world="none", draw=record.draw_cpu, observe=record.observe_spans,
             judge=record.judge_spans, deadline_s=20.0,
         ),
@@ -153,7 +153,7 @@ LAB = Lab(
             draw=loader.draw_ahead, observe=loader.observe_ahead, judge=loader.judge_ahead,
         ),
         _loader(
-            name="prof_prefetch_ends", title="order, errors and the end of the thread", points=4,
+            name="prof_prefetch_ends", title="order, errors and the end of the thread", points=3,
             draw=loader.draw_ends, observe=loader.observe_ends, judge=loader.judge_ends,
         ),
         _loader(
@@ -171,7 +171,7 @@ LAB = Lab(
             judge=buckets.judge_predictions,
         ),
         _plan(
-            name="prof_bucket_tune", title="the plan that suits a network", points=4,
+            name="prof_bucket_tune", title="the plan that suits a network", points=3,
             **_after_plan,
             draw=buckets.draw_tuning, observe=buckets.observe_tuning, judge=buckets.judge_tuning,
         ),
@@ -192,6 +192,11 @@ LAB = Lab(
             name="prof_scaling", title="speed-up and efficiency, weak and strong", task=_SCALING,
             points=3, world="none", draw=scaling.draw_scaling, observe=scaling.observe_scaling,
             judge=scaling.judge_scaling, deadline_s=20.0,
+        ),
+        Criterion(
+            name="prof_report", title="a report that agrees with its log", task=_SCALING,
+            points=3, world="none", draw=scaling.draw_report, observe=scaling.observe_report,
+            judge=scaling.judge_report, deadline_s=20.0,
         ),
         Criterion(
             name="prof_overhead", title="what communication costs in a step", task=_SCALING,

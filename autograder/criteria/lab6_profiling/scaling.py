@@ -6,7 +6,7 @@ measurement, as real machines do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,6 +113,122 @@ def _explain(
         return f' That is the figure of "{MODES[mode == "weak"]}" scaling.'
     if base > 1 and is_close(value, right / base):
         return f" Not one rank but {base} are the base here."
+    return ""
+
+
+# --- scaling_report ------------------------------------------------------------------------------
+
+
+def draw_report(draw: Draw) -> list[Values]:
+    """Logs of weak and strong scaling, in any order, on a machine that is slow in some rounds.
+
+    The fewest ranks are one in some logs and two in others. The last rounds are not complete: once
+    the fewest ranks are missing, once the most.
+    """
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        logs = []
+        for first in (1, 2):
+            for is_strong in (False, True):
+                sizes = [first, 2 * first, 4 * first]
+                batch = int(rng.integers(3, 9)) * (4 if is_strong else 1)
+                alone, rounds = float(rng.uniform(0.5, 2.0)), int(rng.integers(3, 6)) * 2
+                lines = []
+                for number in range(rounds):
+                    for place, size in enumerate(sizes):
+                        if (number, place) in ((rounds - 1, 0), (rounds - 2, 2)):
+                            continue
+                        # The disturbed rounds are few, and slow for all sizes.
+                        slow = float(rng.uniform(1, 1.2)) * (6 if number in (0, 2) else 1)
+                        seconds = alone * (size / first) ** float(rng.uniform(0.1, 0.4)) * slow
+                        seconds /= size / first if is_strong else 1
+                        per_rank = batch * first // size if is_strong else batch
+                        lines.append([number, size, per_rank, seconds])
+                order = rng.permutation(len(lines)).tolist()
+                logs.append([lines[i] for i in order])
+        inputs.append({"logs": logs})
+    return inputs
+
+
+_LINE = ("round", "ranks", "batch_per_rank", "seconds")
+_REPORTED = ("samples_per_s", "efficiency")
+
+
+def observe_report(scaling_report: Any, inputs: Values, context: Context) -> Values:
+    """(number of ranks, numbers of each kind) for every size of every log."""
+    reports = []
+    for lines in inputs["logs"]:
+        log = [dict(zip(_LINE, line, strict=True)) for line in lines]
+        report = returned(scaling_report(log), "scaling_report")
+        reports.append(
+            [
+                [
+                    integer(n, "a number of ranks"),
+                    *(described_numbers(report[n][k]) for k in _REPORTED),
+                ]
+                for n in sorted(report)
+            ]
+        )
+    return {"reports": reports}
+
+
+def judge_report(case: Case) -> Iterator[Finding]:
+    """What is reported is what the log says: nothing depends on how fast anything is."""
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, lines in enumerate(inputs["logs"]):
+            problem = _report_problem(item_of(answer.get("reports"), number), lines)
+            if problem:
+                yield Finding(f"{problem} The log has {len(lines)} lines.", rank)
+                break
+
+
+def _report_problem(rows: Any, lines: Sequence[Sequence[Any]]) -> str:
+    rate = {(i, n): n * batch / seconds for i, n, batch, seconds in lines}
+    sizes = sorted({n for _, n in rate})
+    got = {}
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, list) and len(row) == 3 and isinstance(row[0], int):
+            got[row[0]] = row[1:]
+    if sorted(got) != sizes:
+        return f"expected rows for {sizes} ranks, got {sorted(got)}."
+    for size in sizes:
+        rates = {i: value for (i, n), value in rate.items() if n == size}
+        alone = {i: value / sizes[0] for (i, n), value in rate.items() if n == sizes[0]}
+        shares = [value / size / alone[i] for i, value in rates.items() if i in alone]
+        for name, values, found in zip(
+            _REPORTED, ([*rates.values()], shares), got[size], strict=True
+        ):
+            wanted = (min(values), float(np.median(values)), max(values))
+            is_three = isinstance(found, list) and len(found) == 3
+            if not (is_three and all(map(is_close, found, wanted))):
+                shown = ", ".join(f"{value:.4f}" for value in wanted)
+                return (
+                    f"{size} rank{'s' * (size > 1)}, {name}: expected ({shown}), got {_shown(found)}."
+                    f"{_why(found, wanted, name, size, sizes[0])}"
+                )
+    return ""
+
+
+def _shown(found: Any) -> str:
+    if not isinstance(found, list):
+        return str(found)[:80]
+    return (
+        f"({', '.join(f'{v:.4f}' if as_number(v) is not None else str(v)[:40] for v in found[:5])})"
+    )
+
+
+def _why(found: Any, wanted: Sequence[float], name: str, size: int, base: int) -> str:
+    """What the numbers are, if they are known wrong ones."""
+    middle = found[1] if isinstance(found, list) and len(found) == 3 else None
+    if size > 1 and name == "samples_per_s" and is_close(middle, wanted[1] / size):
+        return " That is of one rank, not of all together."
+    if size > base and name == "efficiency" and is_close(middle, wanted[1] * size / base):
+        return " That is the speed-up."
+    if base > 1 and name == "efficiency" and is_close(middle, wanted[1] / base):
+        return f" The fewest ranks are {base}, and their efficiency is 1."
+    if name == "efficiency":
+        return " Is each ratio taken within a round, and only of rounds that have both?"
     return ""
 
 
