@@ -347,7 +347,7 @@ display(
         status="corrected",
         refutes="a common lecture",
         said=8,
-        why="a common lecture counts the two averages only",
+        why="it counts the two averages only",
     ),
     claim(
         "all model states of mixed precision, bytes per parameter",
@@ -705,7 +705,7 @@ display(
         status="corrected",
         refutes="a comment in a listing",
         said=20_833,
-        why="a comment beside code that computes four times it",
+        why="the code beside it computes four times as much",
     ),
     claim(
         "300 billion tokens at 1000 tokens/s: days",
@@ -861,7 +861,7 @@ feeds = {
     "Llama 2 7B on text": 2 * plan.step.tokens_per_s,
 }
 display(
-    feed_guess.reveal(feeds["ResNet-50 on ImageNet"] / feeds["Llama 2 7B on text"]),
+    feed_guess.reveal(f"{feeds['ResNet-50 on ImageNet'] / feeds['Llama 2 7B on text']:,.0f}"),
     claim("images per second that one A100 gets through", images_per_s, 2537, rtol=0.01),
     claim("8 A100 with ResNet-50 read GB/s", feeds["ResNet-50 on ImageNet"] / 1e9, 2.34, rtol=0.01),
     claim(

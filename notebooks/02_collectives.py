@@ -533,7 +533,7 @@ plot_lines(
     ylabel="sent by the busiest rank (buffers)",
     logx=True,
     ticks=ranks,
-    title="Bytes hardly depend on the number of ranks",
+    title="Bytes level off as ranks are added",
 )
 
 # %% [markdown]
@@ -1116,10 +1116,10 @@ display(
 
 # %%
 # %%rank 0
-print(f"{'':>11}{'bytes':>10}{'µs':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}")
+print(f"{'':>11}{'bytes':>12}{'µs':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}")
 for row in rows:
     print(
-        f"{row.kind:>11}{row.num_bytes:>10,}{1e6 * row.seconds:>10.0f}"
+        f"{row.kind:>11}{row.num_bytes:>12,}{1e6 * row.seconds:>10.0f}"
         f"{row.algorithm_bytes_per_s / 1e9:>12.3f}"
         f"{row.bus_bytes_per_s / 1e9:>12.3f}"
     )
@@ -1130,7 +1130,8 @@ for row in rows:
 # - **PCIe** is in every machine. Each generation doubles: version 3.0 carries 15.8 GB/s in each
 #   direction over 16 lanes, 4.0 twice as much, 5.0 again.
 # - **NVLink** joins GPUs directly, by several links of 25 or 50 GB/s each way per GPU.
-# - **NVSwitch** joins the NVLinks of all GPUs of a node, so that each pair has all of them.
+# - **NVSwitch** joins the NVLinks of all GPUs of a node, so that each pair has all of them. AMD's
+#   *Infinity Fabric* has no switch: a link of 64 GB/s each way to each of the seven other GPUs.
 # - **InfiniBand** and **Ethernet** join nodes. With RDMA the network adapter reads and writes
 #   memory by itself, with GPUDirect RDMA the GPU's own. Ethernet with RDMA (RoCE) comes near
 #   InfiniBand; through the kernel's TCP stack a message costs many times as much, so a latency
@@ -1145,7 +1146,7 @@ for row in rows:
 figure = plot_bars(
     {name: link.bandwidth_bytes_per_s / 1e9 for name, link in cost.LINKS.items()},
     xlabel="GB/s in one direction, nominal (logarithmic)",
-    title="What a GPU can send to the next one",
+    title="What a GPU can send",
     colours={
         name: PALETTE[2] if "NVLink" in name else PALETTE[0] if "PCIe" in name else PALETTE[1]
         for name in cost.LINKS
@@ -1249,7 +1250,8 @@ display(
 # 1 µs. One *hop of a collective* over it needs 2.7 to 14 µs: GPUs synchronise, and a proxy thread
 # and the adapter take part. Over NVLink a hop needs 0.6 to 4 µs. NCCL keeps such numbers for its
 # choices ([`src/graph/tuning.cc`](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)),
-# and they change with its version. Two versions, in µs per hop, the newer one below:
+# and they change with its version. Two versions, in µs per hop, the newer one below. (The old 28
+# and 50 µs of *tree, Simple* contain the transfer of a chunk of 256 KB.)
 
 # %%
 # %%rank 0

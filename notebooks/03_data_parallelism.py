@@ -768,12 +768,12 @@ def reduce_and_note(flat: torch.Tensor):
     return dist.all_reduce(flat, async_op=True)
 
 
+for index, each in enumerate(deep):  # before the wrapper's own hooks, so that these run first
+    each.weight.register_post_accumulate_grad_hook(lambda w, index=index: diary.append(index))
 two_layers = 2 * (512 * 512 + 512) * 4
 ddp = BucketedDDP(
     deep, bucket_bytes=two_layers, first_bucket_bytes=two_layers, reduce=reduce_and_note
 )
-for index, each in enumerate(deep):
-    each.weight.register_post_accumulate_grad_hook(lambda w, index=index: diary.append(index))
 
 # %% [markdown]
 # Three steps to settle, and one that is recorded:
@@ -832,7 +832,7 @@ display(
     claim(
         "gradients that arrive after the first bucket was launched",
         sum(entry != "bucket" for entry in diary[first_launch:]),
-        (">=", 6),
+        6,
     ),
     claim(
         "all-reduces in the profile of one step, at least",
@@ -941,7 +941,8 @@ display(
     claim(
         "50 µs: what buckets of 22 MiB (torch's default: 25) cost against the best, % of the step",
         100 * (benchmark_ms(50e-6, 4) / min(curves["latency 50 µs"]) - 1),
-        (">", 1.0),
+        8.0,
+        rtol=0.01,
     ),
     claim(
         "torch's bucket_cap_mb by default, MiB (the first bucket is 1 MiB)",
@@ -1013,7 +1014,9 @@ explore(
 # %%
 # %%rank 0
 straggler_guess = predict(
-    "One of 4 ranks computes 1.5 x slower: everybody's step gets longer by", guess=None, unit="%"
+    "One of 4 ranks computes 1.5 x slower: how much longer is everybody's step?",
+    guess=None,
+    unit="%",
 )
 straggler_guess
 
@@ -1038,7 +1041,7 @@ busy_s = sum(i.end_s - i.start_s for i in with_straggler(1.5).intervals[0] if i.
 display(
     straggler_guess.reveal(100 * (slow_s / even_s - 1)),
     claim(
-        "one of 4 ranks is 1.5 x slower: time added to everybody's step, in its extra compute",
+        "one of 4 ranks is 1.5 x slower: time added to everybody's step / its extra compute",
         (slow_s - even_s) / (0.5 * COMPUTE_S),
         1.0,
         rtol=1e-9,
@@ -1490,8 +1493,8 @@ display(
     claim("resumed training gives the weights of uninterrupted training, bit for bit", agree, True),
     claim(
         "keys of the wrapper begin with",
-        {key.split(".")[0] for key in wrapper_keys} == {"module"},
-        True,
+        " and ".join({key.split(".")[0] for key in wrapper_keys}),
+        "module",
     ),
     claim("a plain model refuses them", "Missing key" in refusal, True),
 )
@@ -1546,7 +1549,7 @@ def log_on_rank_0(mended: bool):
             dist.all_reduce(loss, group=group)
         dist.all_reduce(grad, group=group)  # the gradients of the next step
     except RuntimeError as error:
-        return f"rank {rank}: {str(error).splitlines()[0][:90]}"
+        return f"rank {rank}: {str(error).split(']')[-1].strip()[:60]}"
     time.sleep(0 if mended else 3)
     return grad.item()
 
@@ -1597,7 +1600,7 @@ def uneven_batches(mended: bool):
                 ddp(torch.ones(1, 2)).sum().backward()
                 steps += 1
     except RuntimeError as error:
-        return f"stopped after {steps} steps: {str(error).splitlines()[0][:60]}"
+        return f"stopped after {steps} steps: {str(error).split(']')[-1].strip()[:60]}"
     time.sleep(0 if mended else 3)
     return f"{steps} steps"
 
@@ -1636,7 +1639,7 @@ def unused_parameter(mended: bool):
         try:
             ddp(torch.ones(1, 2)).sum().backward()
         except RuntimeError as error:
-            return f"step {step}: {str(error)[:62]}"
+            return f"step {step}: {str(error).split('.')[0]}"
     return "3 steps"
 
 
