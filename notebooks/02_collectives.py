@@ -785,7 +785,7 @@ explore(
 
 # %% [markdown]
 # Try 8 ranks on NVLink 4, 1024 ranks on InfiniBand, and 10 Gbit/s Ethernet. From which size on is
-# the ring the faster one?
+# the ring the faster one, if at all?
 #
 # On paper halving-doubling is never slower than the ring (for powers of two). NCCL's all-reduce has
 # none: in a ring each rank keeps its two neighbours, so a ring can be laid along the wires. In
