@@ -118,7 +118,7 @@ figure
 #
 # A **group** is a set of ranks; the default group holds all of them. All ranks of the group call
 # the collective, in the same order, with tensors of the same dtype and matching shapes, the same
-# root and the same operation. Section 9 breaks these rules.
+# root and the same operation. Section 9 breaks most of these rules.
 #
 # | collective | every rank gives | who gets what |
 # |---|---|---|
@@ -136,8 +136,8 @@ figure
 # Instead of the sum you may ask for the average, the product, the smallest or the largest
 # ([`op=dist.ReduceOp.AVG`](https://docs.pytorch.org/docs/stable/distributed.html) and so on).
 #
-# The next cell runs all of them. Rank r starts with the four numbers 10(r+1), 10(r+1)+1, …, so each
-# number tells where it came from.
+# The next two cells run all but the last. Rank r starts with the four numbers 10(r+1), 10(r+1)+1,
+# …, so each number tells where it came from.
 
 # %%
 before, after = {}, {}
@@ -167,7 +167,7 @@ dist.scatter(x, list(mine.split(1)) if rank == 0 else None, src=0)
 note("scatter", mine if rank == 0 else nothing, x)
 
 # %% [markdown]
-# In the next four collectives a rank gives or gets one part.
+# The other four give out or collect parts of one number each.
 
 # %%
 parts = [torch.empty(1, device=device) for _ in range(world_size)]
@@ -335,9 +335,9 @@ display(
 # ## 3. Which bytes go where: the ring
 #
 # The simplest all-reduce: every rank sends its whole buffer of D bytes to every other, and each
-# adds up what it has got. An all-to-all with N equal parts does that. We count the bytes on the
-# way: `CollectiveLog` records every collective of a block, and for those of `minidist.collectives`,
-# which are made of sends and receives, every byte that this rank sent.
+# adds up what it has got. An all-to-all does that if each of its N parts is the whole buffer. We
+# count the bytes on the way: `CollectiveLog` records every collective of a block, and for those of
+# `minidist.collectives`, which are made of sends and receives, every byte that this rank sent.
 
 # %%
 D = 4 * 1200 * world_size  # bytes: 1200 N float32
@@ -364,7 +364,7 @@ display(
         status="corrected",
         refutes="a lab sheet",
         said=3,
-        why="a lab sheet says 3 D per GPU on 4 GPUs, 3 D in total; it is 3 D from each: 12 D",
+        why="it says 3 D per GPU on 4 GPUs and 3 D in total, but 3 D from each of 4 are 12 D",
     ),
 )
 
@@ -376,8 +376,8 @@ display(
 #
 # In `minidist.collectives` an algorithm is *data*: a list of steps, each a list of messages. The
 # same list is executed, drawn and costed, so the picture cannot disagree with the program.
-# (`lib/minidist/collectives/schedule.py` and `steps.py` are worth reading; so is `executor.py`, the
-# one loop that runs them all.)
+# (`schedule.py` and `algorithms.py` in `lib/minidist/collectives/` are worth reading; so is
+# `executor.py`, the one loop that runs them all.)
 
 # %%
 # %%rank 0
@@ -393,8 +393,10 @@ print(mc.ring_steps(4))
 plot_steps(mc.ring_steps(4), columns=4, title="Ring all-reduce of four ranks")
 
 # %% [markdown]
-# Step through it yourself, also with other algorithms and other numbers of ranks. Before each step,
-# say which chunk leaves rank 0.
+# Step through it yourself, also with other numbers of ranks and other algorithms: *direct* sends
+# every chunk straight to the rank that adds it up. *Halving-doubling* swaps half of the buffer with
+# the rank at distance N/2, then a quarter with the one at N/4, and so on, and goes the same way
+# back. Trees are the subject of section 4. Before each step, say which chunk leaves rank 0.
 
 # %%
 # %%rank 0
@@ -506,7 +508,7 @@ display(
         status="corrected",
         refutes="a calculator's comment",
         said=7 / 8,
-        why="a calculator's comment says (N-1)/N is near 1; an all-reduce goes around twice",
+        why="(N-1)/N is one way around, and an all-reduce goes around twice",
     ),
     claim(
         "on 1000 ranks it is nearly 2",
@@ -531,7 +533,7 @@ plot_lines(
     ylabel="sent by the busiest rank (buffers)",
     logx=True,
     ticks=ranks,
-    title="Bytes hardly depend on the number of ranks",
+    title="Bytes level off as ranks are added",
 )
 
 # %% [markdown]
@@ -722,8 +724,8 @@ claim(
 # %% [markdown]
 # ### Which algorithm is fastest?
 #
-# Latency decides for small messages, bandwidth for large ones. So no algorithm is best for all, and
-# NCCL chooses again for every size.
+# Latency decides for small messages, bandwidth for large ones. So neither ring nor tree is best for
+# all, and NCCL chooses again for every size.
 
 # %%
 # %%rank 0
@@ -737,7 +739,7 @@ sizes = [2.0**power for power in range(8, 33)]
 
 
 def compare(log2_bytes=16, num_ranks=64, link="InfiniBand NDR 400 Gbit/s"):
-    """Time of an all-reduce over message size, one line per algorithm, and the fastest of them."""
+    """Time of an all-reduce over message size, one line per algorithm, and the best of NCCL's."""
     wire, here = cost.LINKS[link], 2.0**log2_bytes
     times = {
         shown: [
@@ -749,7 +751,10 @@ def compare(log2_bytes=16, num_ranks=64, link="InfiniBand NDR 400 Gbit/s"):
         ]
         for name, shown in NAMES.items()
     }
-    best, seconds = cost.fastest_all_reduce(num_bytes=here, num_ranks=num_ranks, link=wire)
+    seconds, best = min(
+        (cost.all_reduce_seconds(num_bytes=here, num_ranks=num_ranks, link=wire, algorithm=a), a)
+        for a in ("ring", "double_tree")
+    )
     figure = plot_lines(
         sizes,
         times,
@@ -758,8 +763,8 @@ def compare(log2_bytes=16, num_ranks=64, link="InfiniBand NDR 400 Gbit/s"):
         logx=True,
         logy=True,
         markers=False,
-        title=f"{here / 1024:,.0f} KiB on {num_ranks} ranks: "
-        f"{best.replace('_', ' ')}, {1e6 * seconds:,.0f} µs",
+        title=f"{here:,.0f} bytes on {num_ranks} ranks, ring or double tree: "
+        f"{NAMES[best]}, {1e6 * seconds:,.0f} µs",
     )
     figure.axes[0].axvline(here, color="#6B6B6B", linestyle=":")
     return figure
@@ -779,12 +784,13 @@ explore(
 )
 
 # %% [markdown]
-# Try: 8 ranks on NVLink 4, 1024 ranks on the same network, and 10 Gbit/s Ethernet. Where does the
-# ring stop being competitive?
+# Try 8 ranks on NVLink 4, 1024 ranks on InfiniBand, and 10 Gbit/s Ethernet. From which size on is
+# the ring the faster one, if at all?
 #
-# On paper halving-doubling beats the ring at every size (for powers of two). In practice rings and
-# trees win: halving-doubling makes distant ranks exchange large pieces at the same moment, and the
-# links between nodes cannot carry all of these at once. Section 8 shows it.
+# On paper halving-doubling is never slower than the ring (for powers of two). NCCL's all-reduce has
+# none: in a ring each rank keeps its two neighbours, so a ring can be laid along the wires. In
+# halving-doubling each rank has another partner in every step, and some partners are far away.
+# Section 8 counts what that costs.
 #
 # One more guess, now that bandwidth and latency compete. Eight A100 are joined by 300 GB/s.
 
@@ -989,8 +995,8 @@ claim(
 )
 
 # %% [markdown]
-# Change the two numbers and watch which side of the curve moves. At 1 × and 1 × the error is as
-# small as a line can make it.
+# Change the two numbers and watch which side of the curve moves. At 1 × and 1 × you see the fit:
+# the sum of its squared relative errors is the smallest.
 
 
 # %%
@@ -1065,8 +1071,8 @@ display(
 #
 # [nccl-tests](https://github.com/NVIDIA/nccl-tests) prints two bandwidths. **Algorithm bandwidth**
 # is the size of the buffer divided by the time: what your program sees. But it falls when ranks are
-# added, though no wire got slower. **Bus bandwidth** multiplies it by what an ideal ring sends per
-# byte of the buffer: 2(N−1)/N for all-reduce, (N−1)/N for all-gather, reduce-scatter and
+# added, though no wire got slower. **Bus bandwidth** multiplies it by what the busiest wire has to
+# carry per byte of the buffer: 2(N−1)/N for all-reduce, (N−1)/N for all-gather, reduce-scatter and
 # all-to-all, 1 for broadcast, reduce and send. So it can be compared with the speed of a wire,
 # whatever the collective and the number of ranks. Careful: for all-gather and reduce-scatter the
 # "size" is that of the *whole* buffer, N times a rank's share.
@@ -1110,10 +1116,10 @@ display(
 
 # %%
 # %%rank 0
-print(f"{'':>11}{'bytes':>10}{'µs':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}")
+print(f"{'':>11}{'bytes':>12}{'µs':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}")
 for row in rows:
     print(
-        f"{row.kind:>11}{row.num_bytes:>10,}{1e6 * row.seconds:>10.0f}"
+        f"{row.kind:>11}{row.num_bytes:>12,}{1e6 * row.seconds:>10.0f}"
         f"{row.algorithm_bytes_per_s / 1e9:>12.3f}"
         f"{row.bus_bytes_per_s / 1e9:>12.3f}"
     )
@@ -1124,7 +1130,8 @@ for row in rows:
 # - **PCIe** is in every machine. Each generation doubles: version 3.0 carries 15.8 GB/s in each
 #   direction over 16 lanes, 4.0 twice as much, 5.0 again.
 # - **NVLink** joins GPUs directly, by several links of 25 or 50 GB/s each way per GPU.
-# - **NVSwitch** joins the NVLinks of all GPUs of a node, so that each pair has all of them.
+# - **NVSwitch** joins the NVLinks of all GPUs of a node, so that each pair has all of them. AMD's
+#   *Infinity Fabric* has no switch: a link of 64 GB/s each way to each of the seven other GPUs.
 # - **InfiniBand** and **Ethernet** join nodes. With RDMA the network adapter reads and writes
 #   memory by itself, with GPUDirect RDMA the GPU's own. Ethernet with RDMA (RoCE) comes near
 #   InfiniBand; through the kernel's TCP stack a message costs many times as much, so a latency
@@ -1139,7 +1146,7 @@ for row in rows:
 figure = plot_bars(
     {name: link.bandwidth_bytes_per_s / 1e9 for name, link in cost.LINKS.items()},
     xlabel="GB/s in one direction, nominal (logarithmic)",
-    title="What a GPU can send to the next one",
+    title="What a GPU can send",
     colours={
         name: PALETTE[2] if "NVLink" in name else PALETTE[0] if "PCIe" in name else PALETTE[1]
         for name in cost.LINKS
@@ -1180,22 +1187,22 @@ rows_of_links = [  # statement, GB/s or ratio, right, said, why
         "NVLink 3 is so many times as fast as PCIe 4.0",
         nvlink[3].bandwidth_bytes_per_s / slots[4].bandwidth_bytes_per_s,
         9.5,
-        20,
-        "10 to 20 compares both directions with one",
+        "10 to 20",
+        "that compares both directions of NVLink with one of PCIe",
     ),
     (
         "a copy between two H100 over NVLink can reach at most",
         nvlink[4].bandwidth_bytes_per_s / GB,
         450,
-        300,
-        "200 to 300 is A100: it depends on the GPU",
+        "200 to 300",
+        "that is an A100: it depends on the GPU",
     ),
     (
         "a copy between GPUs over PCIe 4.0, about 80 % of nominal",
         slots[4].attainable.bandwidth_bytes_per_s / GB,
         25.2,
-        15,
-        "10 to 20 is PCIe 3.0",
+        "10 to 20",
+        "that is PCIe 3.0, of which 80 % are 12.6",
     ),
 ]
 for text, value, right, said, why in rows_of_links:
@@ -1243,7 +1250,8 @@ display(
 # 1 µs. One *hop of a collective* over it needs 2.7 to 14 µs: GPUs synchronise, and a proxy thread
 # and the adapter take part. Over NVLink a hop needs 0.6 to 4 µs. NCCL keeps such numbers for its
 # choices ([`src/graph/tuning.cc`](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)),
-# and they change with its version. Two versions, in µs per hop, the newer one below:
+# and they change with its version. Two versions, in µs per hop, the newer one below. (The old 28
+# and 50 µs of *tree, Simple* contain the transfer of a chunk of 256 KB.)
 
 # %%
 # %%rank 0
@@ -1338,11 +1346,13 @@ print(f"{places[0]} → {places[1]}: {speed / 1e9:.1f} GB/s = {speed / 2**30:.1f
 #
 # Inside a node links carry hundreds of GB/s, between nodes tens. A collective should send as little
 # as it can over the slow ones. Two nodes of two GPUs show what matters: 300 GB/s inside, one port
-# of 100 Gbit/s per node outside. Four ways to do the same all-reduce:
+# of 100 Gbit/s per node outside. Five ways to do the same all-reduce:
 #
 # - a ring in rank order, 0-1-2-3, which crosses between the nodes once each way;
 # - a ring in bad order, 0-2-1-3, in which *every* hop crosses;
-# - halving-doubling;
+# - halving-doubling, *far first*: a rank swaps halves with a rank of the other node, then quarters
+#   with its neighbour;
+# - the same *near first*: halves with the neighbour, then quarters with the other node;
 # - **hierarchical**: reduce-scatter in each node, all-reduce across nodes (each GPU with its
 #   counterpart, for its part only), all-gather in each node.
 #
@@ -1368,7 +1378,10 @@ order_guess
 schedules = {
     "ring 0-1-2-3": mc.ring_steps(4),
     "ring 0-2-1-3": mc.ring_steps(4).moved(rank=[0, 2, 1, 3].__getitem__),
-    "halving-doubling": mc.halving_doubling_steps(4),
+    "halving-doubling, far first": mc.halving_doubling_steps(4),
+    "halving-doubling, near first": mc.halving_doubling_steps(4).moved(
+        rank=[0, 2, 1, 3].__getitem__
+    ),
     "hierarchical": mc.hierarchical_steps(2, 2),
 }
 traces = {"ring 0-1-2-3": ring_trace}
@@ -1405,20 +1418,30 @@ display(
         "ring in rank order: 2(N-1)/N buffers leave each node", out["ring 0-1-2-3"], 1.5, rtol=1e-9
     ),
     claim("ring in bad order: twice as many", out["ring 0-2-1-3"], 3.0, rtol=1e-9),
-    claim(
-        "halving-doubling: 2 buffers, of both GPUs at the same time",
-        out["halving-doubling"],
-        2.0,
-        rtol=1e-9,
-    ),
+    claim("so the bad order takes twice as long as the good one", bad / flat, 2.0, rtol=1e-9),
     claim("hierarchical: 2(M-1)/M buffers on M = 2 nodes", out["hierarchical"], 1.0, rtol=1e-9),
     claim(
-        "so the bad order takes exactly twice as long as the good one", bad / flat, 2.0, rtol=1e-9
+        "halving-doubling, far first and near first: buffers",
+        [out[f"halving-doubling, {order} first"] for order in ("far", "near")],
+        [2.0, 1.0],
+        rtol=1e-9,
     ),
-    claim("and the hierarchical all-reduce is the fastest", tiers / flat, ("<", 0.75)),
+    claim(
+        "the hierarchical all-reduce takes less than 3/4 of the good ring",
+        tiers / flat,
+        ("<", 0.75),
+    ),
+    claim(
+        "halving-doubling, near first: time / hierarchical",
+        timelines["halving-doubling, near first"].makespan_s / tiers,
+        1.0,
+        rtol=1e-9,
+    ),
 )
 
 # %% [markdown]
+# Whatever the algorithm: let large pieces go to near ranks, and only small ones to far ranks.
+#
 # Ranks are numbered node by node for this reason: torchrun does it, and NCCL finds good rings by
 # itself, but a mesh with its axes in the wrong order undoes it (lecture 9).
 #
@@ -1453,7 +1476,9 @@ explore(
 
 # %%
 # %%rank 0
-ports_guess = predict("Eight rings / hierarchical: time of 1 GB on 4 x 8 A100?", guess=None)
+ports_guess = predict(
+    "1 GB on 4 x 8 A100: time of eight rings, divided by the hierarchy's?", guess=None
+)
 ports_guess
 
 # %% [markdown]
@@ -1498,12 +1523,12 @@ display(
 # %% [markdown]
 # ## Published measurements against the model
 #
-# Back to the first picture. For the A100 we have the data sheet (300 GB/s), the share of it that a
-# long ring reaches (78 %), and a latency per hop from NCCL's source code. Nothing is fitted to the
-# curve's left side. NCCL has a model of its own, by which it chooses algorithm and protocol:
-# `minidist.cost.nccl`. Its **protocols** are *LL* (4 bytes of flag beside every 4 bytes of data:
-# lowest latency, half of the bandwidth), *LL128* (92 %) and *Simple* (all of the bandwidth, highest
-# latency).
+# Back to the first picture. For the A100 we have the data sheet (300 GB/s), the share of it that
+# this curve reaches on the right (78 %), and a latency per hop from NCCL's source code. Nothing is
+# fitted to the curve's left side. NCCL has a model of its own, by which it chooses algorithm and
+# protocol: `minidist.cost.nccl`. Its **protocols** are *LL* (4 bytes of flag beside every 4 bytes
+# of data: lowest latency, half of the bandwidth), *LL128* (92 %) and *Simple* (all of the
+# bandwidth, highest latency).
 
 # %%
 # %%rank 0
@@ -1557,7 +1582,7 @@ print(
 )
 display(
     claim(
-        "from 512 MiB on, the alpha-beta ring is within 5 % of the measurements",
+        "from 512 MiB on, the alpha-beta ring is within 5 % of the measured time",
         max(abs(r - 1) for r in ratio[14:]),
         ("<", 0.05),
         authority=ML_ENGINEERING,
@@ -1570,7 +1595,7 @@ display(
         authority=ML_ENGINEERING,
     ),
     claim(
-        "NCCL's own model promises small messages in about a third of that time at most",
+        "NCCL's own model promises up to 512 KiB in about a third of the measured time at most",
         max(of_nccl[:5]),
         0.354,
         rtol=0.01,
@@ -1593,16 +1618,15 @@ display(
 )
 
 # %% [markdown]
-# Two numbers predict large messages well, and messages of 1 MiB within a factor of two. NCCL's own
-# constants are still further off on the left: they are there to *rank* algorithms, and they leave
-# out starting the kernel and getting eight GPUs to one point. For a decision this is
-# often enough; for small messages, measure.
+# Two numbers predict large messages well, and all others within a factor of two. NCCL's own
+# constants are still further off on the left: they are there to *rank* algorithms, not to tell the
+# time. For a decision this is often enough; for small messages, measure.
 #
 # The questions of the beginning:
 #
 # - **Left:** a ring has 14 steps of a few microseconds each, whatever the size. On 32 ranks there
 #   are more of them, over a network.
-# - **Right:** a bit over three quarters of one direction of the wires.
+# - **Right:** eight A100 level off at 235 GB/s, 78 % of one direction of their wires.
 # - **Four nodes** level off at 382 GB/s: eight ports of 50 GB/s per node are 400 GB/s. That is
 #   near what the NVLink of an H200 carries inside a node, and under half of a B200's.
 # - **Faster than the wire?** No ring can read above 450. On H200 the NVSwitch adds up itself
@@ -1655,8 +1679,9 @@ for row in explain(tuning):
 # %% [markdown]
 # `NCCL_P2P_LEVEL=NVL` does not add NVLink bandwidth: it *forbids* direct copies over PCIe.
 # `NCCL_ALGO=Tree` makes large messages slower where rings or the switch are better. The third
-# concerns sends and receives, not collectives. What is right depends on the machine, so a script
-# that carries such lines to the next one makes it slow without a word.
+# concerns sends and receives: NCCL makes an all-to-all of these, but no all-reduce. What is right
+# depends on the machine, so a script that carries such lines to the next one makes it slow without
+# a word.
 
 # %%
 # %%rank 0
@@ -1684,7 +1709,7 @@ claim(
 # %% [markdown]
 # ## 9. Broken on purpose
 #
-# Every rule of section 1 is broken here, in fresh processes with a short deadline, so that nothing
+# Here rules of section 1 are broken, in fresh processes with a short deadline, so that nothing
 # stays stuck. `launch.run(fn, n)` calls a function on n new ranks.
 
 # %%
@@ -1737,8 +1762,9 @@ claim(
 # %% [markdown]
 # That was the emulated cluster, whose broker sees all ranks. On real gloo or NCCL, rank 0 waits
 # until a timeout (10 minutes by default with NCCL, 30 with gloo), and its error says nothing about
-# the culprit. The log does: keep a `CollectiveLog` on every rank, and compare them. (This kernel
-# does the like by itself: put the line in a cell, and it says which rank waits where.)
+# the culprit. The log does: keep a `CollectiveLog` on every rank, and compare them. (Torch's own is
+# the flight recorder: lecture 10. And this kernel does the like by itself: put the line in a cell,
+# and it says which rank waits where.)
 
 
 # %%
@@ -1810,7 +1836,8 @@ display(
 # An uneven last batch, and the ranks all-reduce 4 and 5 elements. Plain gloo does not compare
 # shapes: what happens depends on who comes first, from an aborted process to a wrong result on one
 # rank. (NCCL does not compare them either.) Checks exist, and cost a little: the emulated cluster
-# always does it, our collectives with `check=True`.
+# always compares, our collectives do with `check=True`, and torch does with
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 
 
 # %%
@@ -1869,6 +1896,7 @@ claim(
 #
 # `torch.tensor([rank])` holds an integer, `torch.zeros(1)` a float. A lesson gathers one into the
 # other. It raises, on the root only; the other rank is left alone with its half of the collective.
+# Give the buffers the dtype of what is sent.
 
 
 # %%
@@ -1952,7 +1980,7 @@ def check(answer) -> str:
                 if chunk is None:
                     return "Not written yet."
                 if chunk != t.chunk:
-                    return f"Rank {t.src} of {n}, step {step}: chunk {t.chunk}, got {chunk}."
+                    return f"Rank {t.src} of {n}, step {step}: chunk {t.chunk}, got {chunk!r}."
     return "Right, for 2 to 9 ranks."
 
 
@@ -2080,6 +2108,6 @@ display(
 # - H. Mikami et al., *Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash*,
 #   [arXiv 1811.05233](https://arxiv.org/abs/1811.05233): a hierarchical all-reduce, a ring along
 #   each axis of a grid, on thousands of GPUs.
-# - NVIDIA:
-#   [NCCL's environment variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html);
-#   [nccl-tests on bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+# - NVIDIA: [NCCL's environment
+#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html); [nccl-tests on
+#   bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).

@@ -22,9 +22,10 @@ takes every world_size-th index.
 With "uneven" the ranks take different numbers of batches: evaluate without collectives inside the
 loop and reduce sums afterwards (minidist.metrics), or train under a join context.
 
-A plain shuffled loader on each rank does not work: the ranks draw different orders, so their
-samples overlap. Without `set_epoch`, every epoch has the same order. torch-native:
-`torch.utils.data.DistributedSampler`, which has "pad" and "drop" and gives the same indices.
+A plain shuffled loader on each rank does not work: each walks through the whole data set, all in
+one order if the ranks share a seed, else in orders that overlap by chance. Without `set_epoch`,
+every epoch has the same order. torch-native: `torch.utils.data.DistributedSampler`, which has "pad"
+and "drop" and gives the same indices.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import time
 from pathlib import Path
@@ -134,3 +135,27 @@ def test_lecture_uses_what_is_there_and_leaves_nothing(path):
     assert re.search(r"\bchoose_backend\(", code)
     for made in re.finditer(r"(with )?tempfile\.(mkdtemp|TemporaryDirectory)\(([^)]*)", code):
         assert made[1] or "dir=" in made[3], made[0]
+
+
+def there(name: str, folders: list[Path]) -> bool:
+    """Whether a dotted name of the library, a path, or a file of one of the folders is there."""
+    if name.startswith("minidist."):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            return False
+        return True
+    if "/" in name:
+        return (NOTEBOOKS.parent / name).exists()
+    return any((folder / name).exists() for folder in folders)
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
+def test_what_a_lecture_tells_to_read_is_there(path):
+    """A file without a folder is looked for in the folders that the lecture names."""
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    paths = re.findall(r"`(lib/[\w/.]+)`", text)
+    folders = [NOTEBOOKS.parent / re.sub(r"[^/]*\.py$", "", found) for found in paths]
+    named = re.findall(r"`(\w+\.py|minidist(?:\.\w+)+)`", text) + paths
+    assert [name for name in named if not there(name, folders)] == []

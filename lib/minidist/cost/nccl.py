@@ -10,9 +10,9 @@ bytes / bandwidth. Then NCCL takes the fastest combination. The protocols:
 
 The constants (NVIDIA/nccl, src/graph/tuning.cc, microseconds) change with the version: `VERSIONS`
 has those of 2.7.5, with which many published measurements were made, and of 2.28.7. The old version
-charges `Simple` on trees 28 us per hop on NVLink and nothing as base, so it never uses `Simple` for
-small buffers on trees; the new one charges 4 us. Not in here: NVLS and CollNet, corrections by
-size, limits per channel.
+charges `Simple` on trees 28 us per hop on NVLink (with the time of a 256 kB chunk in it) and
+nothing as base, so it never uses `Simple` for small buffers on trees; the new one charges 4 us. Not
+in here: NVLS and CollNet, corrections by size, limits per channel.
 
 Example: 8 GPUs on NVLink switch from LL to LL128 to Simple as the buffer grows.
 

@@ -175,8 +175,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "NCCL_NCHANNELS_PER_NET_PEER",
         "tuning",
-        "channels per remote peer of sends and receives; collectives do not care",
-        "2",
+        "channels per remote peer of sends and receives, which an all-to-all is made of, too",
+        "2, or more by the bandwidth of the network",
         "pipelines or all-to-all with few peers and a fast network",
     ),
     # ------------------------------------------------------------------------------- debugging

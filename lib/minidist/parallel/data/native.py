@@ -53,7 +53,8 @@ class DDPOptions:
     # Every step uses the same parameters in the same way, so torch finds the unused ones only once.
     # Allows reentrant checkpointing, and parameters that are used several times.
     static_graph: bool = False
-    # Overwrite buffers (BatchNorm's running statistics) with rank 0's before every forward.
+    # Overwrite buffers (BatchNorm's running statistics) with rank 0's before a forward, if the
+    # forward before it was one of training. torch 2.13 renamed it to forward_sync_buffers.
     broadcast_buffers: bool = True
     # What the gradients travel as. "bf16" needs NCCL; "powersgd" sends low-rank factors
     # (arXiv 1905.13727).
