@@ -213,14 +213,14 @@ display(
         [64, 64],
         kind="arithmetic",
     ),
-    claim("nodes per stage there, one per replica", len(stage_nodes), 2),
+    claim("nodes that hold a stage there: one for each replica", len(stage_nodes), 2),
     claim(
         "GPUs: 8 x 8 x 8, and 64 nodes of 8",
         [big.world_size, 64 * 8],
         [512, 512],
         kind="arithmetic",
     ),
-    claim("a replica of that is this many nodes", len({node_of(r) for r in replica}), 8),
+    claim("nodes of one replica of dp 8 x pp 8 x tp 8", len({node_of(r) for r in replica}), 8),
     claim(
         "its last stage is on GPUs 56 to 63",
         list(big.ranks_along("tp", big.rank_at(pp=7))),
@@ -491,10 +491,11 @@ display(
 )
 
 # %% [markdown]
-# The numbers of a tiny model do not rank strategies for a large one. They show the *kind* of
-# cost. Data parallelism sends gradients: they grow with the parameters and not with the batch.
-# Tensor and pipeline parallelism send activations: they grow with the batch, and only linearly with
-# the width. `lib/minidist/parallel/hybrid/trainer.py` is the step of all eight;
+# The numbers of a tiny model do not rank strategies for a large one. They show the *kind* of cost.
+# Data parallelism sends gradients: they grow with the parameters and not with the batch. Tensor and
+# pipeline parallelism send activations: they grow with the batch, and only linearly with the width.
+# Context parallelism sends both: keys and values in a ring, and gradients, since its ranks hold the
+# same weights. `lib/minidist/parallel/hybrid/trainer.py` is the step of all eight;
 # `lib/minidist/train/` is the program around it.
 #
 # ## 4 · Choosing: compute it
@@ -687,7 +688,7 @@ def planner(model: str = "LLaMA-2 70B", gpus: int = 256, per_gpu: int = 4, node:
         bars,
         xlabel="seconds per step",
         form="{:.2f}",
-        title=f"{model} on {gpus} GPUs, MFU of the first {100 * plans[0].step.mfu:.0f} %",
+        title=f"{model}, {gpus} GPUs, MFU {100 * plans[0].step.mfu:.0f} %",
     )
 
 
@@ -1309,6 +1310,9 @@ def powers_of_two(billions: float, gpus: int):
 display(
     claim("enumerate, divide, compare with 80 GB", check(one_answer), "Right, in all 20 cases."),
     claim(
+        "... as a generator", check(lambda b, g: iter(one_answer(b, g))), "Right, in all 20 cases."
+    ),
+    claim(
         "tp of 1, 2, 4 and 8 is not all there is",
         check(powers_of_two),
         lambda got: "missing" in got,
@@ -1574,6 +1578,11 @@ display(
         lambda got: "Gradients cross the slow link" in got,
     ),
     claim(
+        "another option than the four",
+        check_layout({**one_layout, "recompute": True}),
+        lambda got: got.startswith("You choose dp, pp, tp and micro_batch"),
+    ),
+    claim(
         "eight stages of four blocks",
         check_layout({"pp": 8}),
         lambda got: got.startswith("It cannot run"),
@@ -1596,8 +1605,8 @@ display(
 #
 # - Mesh order: dp, pp, cp, tp. The axis whose messages a rank waits for most often gets the nearest
 #   ranks.
-# - It fits if P/(tp · pp) · 16 bytes, divided by ZeRO where it applies, plus activations are below
-#   the memory.
+# - A layout fits if its model states, 16 · P/(tp · pp) bytes less what ZeRO cuts, and its
+#   activations are below the memory.
 # - dp sends gradients, once; pp small messages, per micro-batch; tp activations, per block.
 # - Enumerate, drop what does not divide or fit, predict, sort. Every plan uses all GPUs.
 # - Over a slow link goes the axis that sends least there: gradients for dp, activations at one
