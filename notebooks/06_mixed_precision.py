@@ -525,9 +525,9 @@ display(
 )
 
 # %% [markdown]
-# A learning-rate scheduler that steps although the optimizer's step was skipped runs ahead. It is
-# the reason for torch's warning "lr_scheduler.step() before optimizer.step()" in the first step of
-# many fp16 trainings.
+# A learning-rate scheduler that steps although the optimizer's step was skipped runs ahead. This
+# is why torch warns "lr_scheduler.step() before optimizer.step()" in the first step of many fp16
+# trainings.
 #
 # ### Broken on purpose: clip before unscaling
 #
@@ -729,8 +729,9 @@ display(
 #
 # [`torch.autocast`](https://docs.pytorch.org/docs/stable/amp.html) chooses per operation. Matrix
 # products and convolutions run in 16 bits: they are where the time goes, and tensor cores add in
-# fp32. Sums over many numbers (softmax, norms, losses) run in fp32. Everything else takes what it
-# gets. Wrap forward and loss, not backward: backward uses each operation's forward dtype.
+# fp32. Sums over many numbers (softmax, norms, losses) run in fp32. Every other operation runs in
+# the format of its inputs. Wrap forward and loss, not backward: backward uses each operation's
+# forward dtype.
 
 # %%
 # %%rank 0
@@ -1083,11 +1084,11 @@ display(
 )
 
 # %% [markdown]
-# fp8 is a floating-point format, so a scale for all is enough as long as the largest number is not
-# 10⁵ times the others. A tile needs no such luck. MXFP8 is a little worse here although its blocks
-# are smaller: its scales are powers of two, rounded down, so the largest numbers of a block are cut
-# by up to an eighth. Rounding the scale up mends it
-# ([arXiv 2506.08027](https://arxiv.org/abs/2506.08027)).
+# fp8 is a floating-point format, so one scale for all is enough as long as the largest number is
+# not 10⁵ times the others. A tile needs no such luck. MXFP8 is a little worse here although its
+# blocks are smaller: its scales are powers of two, rounded down, so the largest numbers of a block
+# are cut by up to an eighth. Rounding the scale up mends it ([arXiv
+# 2506.08027](https://arxiv.org/abs/2506.08027)).
 #
 # **Gradients** differ between tokens by many powers of two. With one scale they need the range of
 # e5m2, at the price of a digit. With tiles they keep e4m3.
@@ -1113,8 +1114,8 @@ display(
 # %% [markdown]
 # **When is the scale known?** *Current* scaling reads the tensor for its largest number, and again
 # to round it. *Delayed* scaling takes the largest of the last steps, so that the kernel which makes
-# the tensor can round it at once. It trusts that the next tensor is no larger. Here one is, at step
-# 6: all numbers are 20 times those of before.
+# the tensor can round it at once. It trusts that the next tensor is no larger. At step 6 one is:
+# its numbers are 20 times as large.
 
 # %%
 # %%rank 0

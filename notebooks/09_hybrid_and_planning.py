@@ -359,10 +359,10 @@ display(
 # the losses must be, too. A log counts what each layout sends.
 #
 # Bytes need one unit, or layouts cannot be compared. A log knows the *input* of each call: the
-# whole buffer of an all-reduce and of a reduce-scatter, but only the shard of an all-gather. Ours
-# is **the bytes that a rank sends**, when a ring carries the collective (lecture 2): 2(n−1)/n of
-# the buffer for an all-reduce, (n−1)/n of it for a reduce-scatter, n−1 shards for an all-gather, a
-# message for a send, and nothing for a receive, which is the other end of somebody's send.
+# whole buffer of an all-reduce and of a reduce-scatter, but only the shard of an all-gather. Our
+# unit is **the bytes that a rank sends** when a ring carries the collective (lecture 2): 2(n−1)/n
+# of the buffer for an all-reduce, (n−1)/n of it for a reduce-scatter, n−1 shards for an all-gather,
+# a message for a send, and nothing for a receive, which is the other end of somebody's send.
 
 # %%
 # %%rank 0
@@ -1143,8 +1143,8 @@ display(
 # predicted twice as fast. All its constants but one were fitted to runs of FSDP, those below among
 # them, on up to 512 GPUs. So the 44 tells us about one program and not about sharding.
 #
-# Such a model ranks the plans of one program and finds gross mistakes. To compare programs, ask
-# which runs each was fitted to. It does not replace a measurement.
+# Such a model ranks the plans of one program and finds gross mistakes; it does not replace a
+# measurement. To compare programs, ask to which runs each was fitted.
 
 # %%
 # %%rank 0
@@ -1609,8 +1609,8 @@ display(
 #   activations are below the memory.
 # - dp sends gradients, once; pp small messages, per micro-batch; tp activations, per block.
 # - Enumerate, drop what does not divide or fit, predict, sort. Every plan uses all GPUs.
-# - Over a slow link goes the axis that sends least there: gradients for dp, activations at one
-#   boundary for pp. Then run the layout, and compare its losses with one process.
+# - Let the axis cross a slow link that sends least there: dp sends gradients, pp the activations of
+#   one boundary. Then run the layout, and compare its losses with one process.
 # - 52 % HFU with full recomputation is 39 % MFU.
 # - Fake process groups and fake tensors run one rank's program at any world size.
 #
