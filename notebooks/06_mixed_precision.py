@@ -26,9 +26,9 @@
 # - compute what mixed precision saves, and recognise the usual wrong figures.
 #
 # It takes about 80 minutes. Nothing in it needs a GPU: formats are the same everywhere, and
-# autocast runs on a CPU too (it is just not fast there). Cells with `%%rank 0` run on one rank;
-# section 5 uses both. Six times the lecture asks for your guess before it measures. Write it in
-# the cell in place of `None`.
+# autocast runs on a CPU too (though few CPUs are fast at it). Cells with `%%rank 0` run on one
+# rank; section 5 uses both. Six times the lecture asks for your guess before it measures. Write it
+# in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: longer trainings
@@ -248,7 +248,7 @@ def as_fp16(x: float) -> float:
     return torch.tensor(x, dtype=torch.float64).to(torch.float16).double().item()
 
 
-smallest = 2.0 ** math.floor(math.log2(min(x for x in (2.0**-k for k in range(40)) if as_fp16(x))))
+smallest = min(x for x in (2.0**-k for k in range(40)) if as_fp16(x))
 infos = {name: torch.finfo(f.dtype) for name, f in FORMATS.items() if f.dtype is not None}
 common = "a common tutorial"
 display(
@@ -525,9 +525,9 @@ display(
 )
 
 # %% [markdown]
-# A learning-rate scheduler that steps although the optimizer's step was skipped runs ahead. It is
-# the reason for torch's warning "lr_scheduler.step() before optimizer.step()" in the first step of
-# many fp16 trainings.
+# A learning-rate scheduler that steps although the optimizer's step was skipped runs ahead. This
+# is why torch warns "lr_scheduler.step() before optimizer.step()" in the first step of many fp16
+# trainings.
 #
 # ### Broken on purpose: clip before unscaling
 #
@@ -722,14 +722,16 @@ display(
 )
 
 # %% [markdown]
-# This is also why `model.half()` is no way to save memory in training: most updates are lost.
+# This is also why `model.half()` is a poor way to save memory in training: at a small learning rate
+# most updates are lost.
 #
 # ## 5 · Autocast: which operation in which format
 #
 # [`torch.autocast`](https://docs.pytorch.org/docs/stable/amp.html) chooses per operation. Matrix
 # products and convolutions run in 16 bits: they are where the time goes, and tensor cores add in
-# fp32. Sums over many numbers (softmax, norms, losses) run in fp32. Everything else takes what it
-# gets. Wrap forward and loss, not backward: backward uses each operation's forward dtype.
+# fp32. Sums over many numbers (softmax, norms, losses) run in fp32. Every other operation runs in
+# the format of its inputs. Wrap forward and loss, not backward: backward uses each operation's
+# forward dtype.
 
 # %%
 # %%rank 0
@@ -878,9 +880,16 @@ alone, agreed = sharded_with_overflow(False), sharded_with_overflow(True)
 print("DDP", together, "\nsharded, each decides:", alone, "\nsharded, one decision:", agreed)
 display(
     claim(
-        "DDP: both ranks halved the scale and skipped one step of three",
-        together[0] == together[1] and together[0][0] == 8.0,
-        True,
+        "DDP: the scale on both ranks, halved once",
+        [scale for scale, _ in together],
+        [8.0, 8.0],
+        exact=True,
+    ),
+    claim(
+        "... and how far a weight moved: two steps of three, at rate 0.1 with a gradient of 2",
+        [moved for _, moved in together],
+        [2 * 0.1 * 2] * 2,
+        rtol=1e-5,
     ),
     claim(
         "sharded, each rank decides for itself: scales on ranks 0 and 1",
@@ -1002,8 +1011,10 @@ fp8_guess = predict(
 fp8_guess
 
 # %% [markdown]
-# The simulation rounds in torch's fp8 dtypes and adds in fp32. The error is that of a token's
-# output against fp64, as a share of the output; we show the middle one of the 255.
+# The simulation rounds in torch's fp8 dtypes and adds in fp32. (Hopper's tensor cores keep only
+# about 14 bits of a sum of fp8 products, so DeepSeek-V3 adds partial sums of 128 in fp32 outside of
+# them.) The error is that of a token's output against fp64, as a share of the output; we show the
+# middle one of the 255.
 
 
 # %%
@@ -1073,11 +1084,11 @@ display(
 )
 
 # %% [markdown]
-# fp8 is a floating-point format, so a scale for all is enough as long as the largest number is not
-# 10⁵ times the others. A tile needs no such luck. MXFP8 is a little worse here although its blocks
-# are smaller: its scales are powers of two, rounded down, so the largest numbers of a block are cut
-# by up to an eighth. Rounding the scale up mends it
-# ([arXiv 2506.08027](https://arxiv.org/abs/2506.08027)).
+# fp8 is a floating-point format, so one scale for all is enough as long as the largest number is
+# not 10⁵ times the others. A tile needs no such luck. MXFP8 is a little worse here although its
+# blocks are smaller: its scales are powers of two, rounded down, so the largest numbers of a block
+# are cut by up to an eighth. Rounding the scale up mends it ([arXiv
+# 2506.08027](https://arxiv.org/abs/2506.08027)).
 #
 # **Gradients** differ between tokens by many powers of two. With one scale they need the range of
 # e5m2, at the price of a digit. With tiles they keep e4m3.
@@ -1103,8 +1114,8 @@ display(
 # %% [markdown]
 # **When is the scale known?** *Current* scaling reads the tensor for its largest number, and again
 # to round it. *Delayed* scaling takes the largest of the last steps, so that the kernel which makes
-# the tensor can round it at once. It trusts that the next tensor is no larger. Here one is, at step
-# 6: all numbers are 20 times those of before.
+# the tensor can round it at once. It trusts that the next tensor is no larger. At step 6 one is:
+# its numbers are 20 times as large.
 
 # %%
 # %%rank 0
@@ -1234,8 +1245,9 @@ plot_lines(
 #
 # "Mixed precision saves half of the memory" is a common sentence. Half of *what*? Count bytes per
 # parameter with Adam: fp32 needs 4 + 4 + 8. With master weights it is 2 for the weight, 2 for its
-# gradient, 4 for the master, 8 for Adam's states. Autocast has the 4 + 4 + 8 of fp32 and, during a
-# step, a 16-bit copy of the weights besides. What shrinks is activations.
+# gradient (4 if micro-batches add up in fp32, as in section 7), 4 for the master, 8 for Adam's
+# states. Autocast has the 4 + 4 + 8 of fp32 and, during a step, a 16-bit copy of the weights
+# besides. What shrinks is activations.
 
 # %%
 # %%rank 0
@@ -1524,9 +1536,13 @@ def check(answer) -> str:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         gradients = torch.randn(1000, generator=generator).double() * 10.0 ** (seed - 12)
-        scale = answer(gradients)
+        if seed % 2:  # the largest is negative, and a power of two
+            gradients[0] = -(2.0 ** math.ceil(math.log2(gradients.abs().max())))
+        scale = answer(gradients.clone())
         if scale is None:
             return "Not written yet."
+        if not isinstance(scale, int | float | np.number | torch.Tensor):
+            return f"Case {seed}: {scale!r} is no number."
         if not 0 < scale < math.inf or math.log2(scale) % 1:
             return f"Case {seed}: {scale:.4g} is no power of two."
         if (gradients * scale).half().isinf().any():
@@ -1549,6 +1565,16 @@ display(
         lambda got: "inf" in got,
     ),
     claim("2^16 is not for all", check(lambda g: 2.0**16), lambda got: "smaller" in got),
+    claim(
+        "a negative gradient overflows, too",
+        check(lambda g: 2.0 ** math.floor(math.log2(65_504 / g.max().item()))),
+        lambda got: "inf" in got,
+    ),
+    claim(
+        "65,536 is inf already",
+        check(lambda g: 2.0 ** math.floor(math.log2(65_536 / g.abs().max().item()))),
+        lambda got: "inf" in got,
+    ),
 )
 
 # %% [markdown]
@@ -1572,10 +1598,10 @@ display(
 #   softmax, norms and losses need fp32.
 # - Autocast does this per operation. With bf16 there is no scaler.
 # - fp8 is for the inputs of matrix products. With a scale per 128 or 32 numbers, an outlier hurts
-#   its neighbours only. Sums, master weights and gradients stay in fp32.
+#   its neighbours only. Sums, master weights and their gradients stay in fp32.
 # - It saves activations and time, and messages where they are sent in 16 bits, not model state: 16
-#   bytes per parameter before and after. Time: a factor of 2 for what memory bounds, up to 16 at
-#   peak for matrix products.
+#   bytes per parameter before, 16 or 18 after. Time: a factor of 2 for what memory bounds, up to 16
+#   at peak for matrix products (A100, against plain fp32).
 #
 # ## Questions
 #

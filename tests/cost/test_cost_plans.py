@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -163,6 +164,16 @@ def test_critical_batch_size_comes_back():
         assert cost.critical_batch_size(batches=batches, steps=steps) == pytest.approx(777)
     with pytest.raises(ValueError, match="less than proportionally"):
         cost.critical_batch_size(batches=(100, 200), steps=(100, 50))
+
+
+@pytest.mark.parametrize(
+    ("small", "big", "told"),
+    [(4.1, 1.0, "|G|^2 = -0.0333"), (1.0, 1.2, "tr(S) = -2.133"), (4, 1, "= 0 ")],
+)
+def test_a_noise_scale_of_too_few_norms_is_refused(small: float, big: float, told: str):
+    """It came out as -992, as -1.7 or as a division by zero."""
+    with pytest.raises(ValueError, match=f"{re.escape(told)}.*average the norms"):
+        cost.noise_scale(grad_sq_small=small, grad_sq_big=big, small=8, big=32)
 
 
 # ------------------------------------------------------------------------------------------- plans

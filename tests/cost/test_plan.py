@@ -262,6 +262,8 @@ def test_a_layout_that_the_planner_does_not_try_can_win():
     wins = challenge(small, f"{words} micro=3")
     assert wins.verdict.startswith("wins by")
     assert "micro-batches of 1," in wins.verdict
+    assert float(wins.verdict.split()[2].rstrip("%")) > 15
+    assert wins.verdict.endswith("the error bar is only 8%"), "more than the bar is no tie"
 
 
 def test_zero_bubble_and_offload():

@@ -214,9 +214,19 @@ def noise_scale(*, grad_sq_small: float, grad_sq_big: float, small: int, big: in
 
     >>> noise_scale(grad_sq_small=1 + 64 / 8, grad_sq_big=1 + 64 / 32, small=8, big=32)
     64.0
+
+    Raises:
+        ValueError: not 0 < small < big; or |G|^2 or tr(S) comes out negative, because too few norms
+            were averaged.
     """
     if not 0 < small < big:
         raise ValueError(f"noise_scale needs 0 < small < big, got {small}, {big}")
     gradient = (big * grad_sq_big - small * grad_sq_small) / (big - small)
     variance = (grad_sq_small - grad_sq_big) / (1 / small - 1 / big)
+    if not gradient > 0 or not variance >= 0:
+        raise ValueError(
+            f"noise_scale: squared norms of {grad_sq_small:.4g} over {small} examples and "
+            f"{grad_sq_big:.4g} over {big} give |G|^2 = {gradient:.4g} and tr(S) = {variance:.4g}; "
+            "expected above 0 and at least 0: average the norms over more steps"
+        )
     return variance / gradient

@@ -81,8 +81,8 @@ def _too_large(job: Job, mine: Candidate) -> str:
         "working memory": "blocks of this width want a larger tp",
     }
     return (
-        f"does not fit: {memory.total / GB:.0f} of {job.budget / GB:.0f} GB; most of it are "
-        f"{parts[what] / GB:.0f} GB of {what}, and {advice[what]}"
+        f"does not fit: {memory.total / GB:.0f} of {job.budget / GB:.0f} GB; most of it is "
+        f"{what}, {parts[what] / GB:.0f} GB: {advice[what]}"
     )
 
 
@@ -97,10 +97,11 @@ def _compared(job: Job, mine: Candidate, planner: Candidate) -> str:
     bar = max(bars)
     if ratio < 0:
         tried = ", ".join(map(str, job.micro_batches))
+        told = "the error bar of {} makes it a tie" if -ratio <= bar else "the error bar is only {}"
         return (
             f"wins by {-ratio:.1%} over {name_of(planner)}, which is fastest of what the planner "
-            f"tries (micro-batches of {tried}, as little recomputation as fits); an error bar of "
-            f"{bar:.0%} makes it a tie"
+            f"tries (micro-batches of {tried}, as little recomputation as fits); "
+            f"{told.format(f'{bar:.0%}')}"
         )
     worse = {
         name: getattr(mine.step, f"{name}_s") - getattr(planner.step, f"{name}_s") for name in PARTS
