@@ -44,16 +44,21 @@ def run(*command: object, deadline_s: float = 1200) -> str:
     return done.stdout
 
 
-def pip_options() -> Iterator[str]:
+def pip_options() -> list[str]:
     """What this machine's pip knows of certificates and places of packages, for `podman build`."""
+    options = []
     for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         name, value = name.rpartition(".")[2], ast.literal_eval(value)
-        for path in re.findall(r"(?:(?<=^)|(?<=\s)|(?<=file://))/[^\s:]+", value):
-            if Path(path).exists():
-                yield f"--volume={path}:{CERTIFICATES if name == 'cert' else path}:ro"
-        value = CERTIFICATES if name == "cert" else value
-        yield f"--env=PIP_{name.replace('-', '_').upper()}={value}"
+        if name == "cert":
+            options.append(f"--volume={value}:{CERTIFICATES}:ro")
+            value = CERTIFICATES
+        else:
+            indexes = [Path(found).parent for found in re.findall(r"file://(/\S+)", value)]
+            folders = [Path(word) for word in value.split() if word.startswith("/")]
+            options += [f"--volume={p}:{p}:ro" for p in (*indexes, *folders) if p.exists()]
+        options.append(f"--env=PIP_{name.replace('-', '_').upper()}={value}")
+    return list(dict.fromkeys(options))
 
 
 @pytest.fixture(scope="module")

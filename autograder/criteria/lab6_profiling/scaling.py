@@ -204,8 +204,8 @@ def _report_problem(rows: Any, lines: Sequence[Sequence[Any]]) -> str:
             if not (is_three and all(map(is_close, found, wanted))):
                 shown = ", ".join(f"{value:.4f}" for value in wanted)
                 return (
-                    f"{size} rank{'s' * (size > 1)}, {name}: expected ({shown}), got {_shown(found)}."
-                    f"{_why(found, wanted, name, size, sizes[0])}"
+                    f"{size} rank{'s' * (size > 1)}, {name}: expected ({shown}), got "
+                    f"{_shown(found)}.{_why(found, wanted, name, size, sizes[0])}"
                 )
     return ""
 
