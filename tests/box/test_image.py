@@ -1,6 +1,6 @@
 """The image definitions agree with each other and with what the course needs.
 
-Whether they build can only be tried where there is an engine and a network; how, says their head.
+`test_image_built.py` builds and uses the Dockerfile; how Apptainer's is tried, says its head.
 """
 
 from __future__ import annotations
