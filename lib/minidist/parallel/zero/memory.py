@@ -105,12 +105,17 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
     counts allocated memory, even if it is not used yet. Each thread that starts inside the block
     costs one stack (usually 8 MiB), so start process groups and run a first backward before. On a
     GPU use `torch.cuda.set_per_process_memory_fraction`.
+
+    Raises:
+        OSError: the system is not Linux.
     """
     import resource  # not on every system
 
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if line
-    )
+    try:
+        text = Path("/proc/self/status").read_text()
+    except FileNotFoundError:
+        raise OSError("memory_limit works on Linux only: it reads /proc/self/status") from None
+    fields = dict(line.split(":", 1) for line in text.splitlines() if line)
     now = int(fields["VmData"].split()[0]) * 1024
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (now + num_bytes, hard))
