@@ -197,12 +197,11 @@ class GradeCommand:
         """Names the written files and the students with INFRA; returns the exit code."""
         if self.evidence:
             students = len({each.student for each in self.evidence})
-            say(self.console, f"{students} submissions with something to look at: see the report")
-        if self.pairs:
-            say(
-                self.console,
-                f"{len(self.pairs)} near-identical pairs, to be looked at: see the report",
-            )
+            what = f"{students} submission{'s' * (students > 1)}"
+            say(self.console, f"{what} with something to look at: see the report")
+        if pairs := len(self.pairs):
+            what = f"{pairs} near-identical pair{'s' * (pairs > 1)}"
+            say(self.console, f"{what}, to be looked at: see the report")
         for late in self.late:
             say(self.console, f"late: {late.student}, {late.words}")
         for path in self.files:

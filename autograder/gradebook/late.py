@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from typing import Any
 
 from nbgrader.api import Gradebook, MissingEntry
 from nbgrader.plugins import LateSubmissionPlugin
+from sqlalchemy.exc import SAWarning
 
 from autograder.course.course import Course, CourseError
 from autograder.files import write_whole
@@ -172,7 +174,9 @@ def _keep(book: Gradebook, course: Course, lab: str, new: Collection[str]) -> se
     for student in new:
         if student in extensions:
             book.update_or_create_student(student)
-            book.update_or_create_submission(lab, student)
+            with warnings.catch_warnings():  # nbgrader makes the parts of a submission before it
+                warnings.simplefilter("ignore", SAWarning)
+                book.update_or_create_submission(lab, student)
     changed = set()
     submissions: Any = book.assignment_submissions(lab)
     for submission in submissions:

@@ -169,7 +169,7 @@ def test_an_extension_takes_the_penalty_away_at_once_and_keeps_what_a_person_gav
     assert stat.S_IMODE(extensions_path(course).stat().st_mode) == 0o600
 
 
-def test_an_extension_before_anything_is_handed_in(course, capsys):
+def test_an_extension_before_anything_is_handed_in(course, capsys, recwarn):
     with open_gradebook(course) as book:
         book.update_or_create_student("lea")
         book.db.commit()
@@ -177,6 +177,7 @@ def test_an_extension_before_anything_is_handed_in(course, capsys):
     keep_calendar(course, LAB, new={"lea"})
     with open_gradebook(course) as book:
         assert book.find_submission(LAB, "lea").duedate == datetime(2026, 10, 30, 23)
+    assert [str(warned.message) for warned in recwarn if "session" in str(warned.message)] == []
 
 
 @pytest.mark.parametrize(
