@@ -409,7 +409,7 @@ display(
         gpt3.num_parameters / 1e9,
         174.6,
         rtol=1e-3,
-        authority="Brown et al., arXiv:2005.14165, table 2.1",
+        authority="Brown et al., arXiv:2005.14165, tables 2.1 (shape) and D.1 (174,600 million)",
     ),
     claim("a 70-billion model's weights alone, 16 bits: GB", 70e9 * 2 / cost.GB, 140.0, rtol=1e-9),
     claim("GPT-3's weights alone, 32 bits: GB", 175e9 * 4 / cost.GB, 700.0, rtol=1e-9),

@@ -871,10 +871,11 @@ display(
 # %% [markdown]
 # Without help the fullest expert has about twice the mean load. The bias evens it, and so does α =
 # 0.1, and neither costs anything that we could measure in a model this small. α = 1 shows what is
-# wrong with a second goal. It pushes so hard that all tokens crowd on two of the eight experts (4
-# times the mean) for several steps, and meanwhile the model learns hardly any language. The right α
-# has to be found by trial. DeepSeek-V3 uses the bias with γ = 0.001 (0 for the last 500 billion of
-# 14.8 trillion tokens) and keeps a tiny loss, α = 0.0001, against extremes within one sequence.
+# wrong with a second goal. It pushes so hard that the tokens swing from one expert to the next. In
+# some steps every token visits the same one (4 times the mean), and meanwhile the model learns
+# hardly any language. The right α has to be found by trial. DeepSeek-V3 uses the bias with γ =
+# 0.001 (0 for the last 500 billion of 14.8 trillion tokens) and keeps a tiny loss, α = 0.0001,
+# against extremes within one sequence.
 #
 # ## 7 · Beside data parallelism
 #
