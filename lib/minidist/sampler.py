@@ -30,6 +30,7 @@ samples overlap. Without `set_epoch`, every epoch has the same order. torch-nati
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Literal
 
@@ -83,7 +84,7 @@ class DistributedSampler(Sampler[int]):
             raise ValueError(
                 f'DistributedSampler: tail must be "pad", "drop" or "uneven", got {tail!r}'
             )
-        self.num_samples = dataset if isinstance(dataset, int) else _length(dataset)
+        self.num_samples = _length(dataset)
         self.rank = rank
         self.world_size = world_size
         self.shuffle = shuffle
@@ -136,6 +137,8 @@ class DistributedSampler(Sampler[int]):
 
 
 def _length(dataset: Any) -> int:
+    if hasattr(dataset, "__index__") and not hasattr(dataset, "__len__"):
+        return operator.index(dataset)  # also numpy's
     try:
         return len(dataset)
     except TypeError:
