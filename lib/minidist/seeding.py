@@ -43,8 +43,8 @@ def derive_seed(seed: int, *parts: int | str) -> int:
 
     Unlike `hash`, the seed is the same on every machine and in every Python process.
     """
-    parts = tuple(operator.index(p) if _is_integer(p) else p for p in parts)
-    text = "\0".join([str(int(seed)), *(f"{type(p).__name__}:{p}" for p in parts)])
+    plain: list[Any] = [operator.index(p) if _is_integer(p) else p for p in parts]  # pyright: ignore
+    text = "\0".join([str(int(seed)), *(f"{type(p).__name__}:{p}" for p in plain)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

@@ -214,7 +214,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,), recipe = grads, ctx.recipe
         values, scales, weight = ctx.saved_tensors
         x = Scaled(values=values, scales=scales, scaling=recipe.activations).numbers()

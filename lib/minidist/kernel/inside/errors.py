@@ -6,6 +6,7 @@ import linecache
 import re
 import signal
 import sys
+import time
 from traceback import walk_tb
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,8 @@ class Shown:
         if self._shell.kernel.executing:
             self._traces.append(trace)
             self._last = kind.__name__, str(error)
+            if kind is KeyboardInterrupt:
+                self._shell.kernel.interrupt_shown_s = time.monotonic()
         else:  # of a widget's callback
             print("\n".join(trace), file=sys.stderr)
 
@@ -42,6 +45,8 @@ class Shown:
         """Prints the errors that are not the reply's."""
         if reply.get("ename") == "NoneType":  # ipykernel, of a result that cannot be shown
             reply["ename"], reply["evalue"] = self._last
+        if reply.get("ename") == "CancelledError" and self._shell.kernel.interrupted:  # it awaited
+            reply["ename"], reply["evalue"] = "KeyboardInterrupt", "the cell was interrupted"
         for trace in self._traces:
             if trace != reply.get("traceback"):
                 print("\n".join(trace), file=sys.stderr)

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -51,6 +52,8 @@ class RankKernel(IPythonKernel):
     collectives_before = 0
     cells_begun: ClassVar[list[tuple[int, str]]] = []  # when, in ns, and the cell's name
     executing = False  # whether there is a cell to interrupt
+    interrupted = False  # whether it was
+    interrupt_shown_s = -math.inf  # when the traceback of this was last written, by time.monotonic
 
     async def do_execute(  # type: ignore[override]
         self,
@@ -79,7 +82,7 @@ class RankKernel(IPythonKernel):
         for stream in BoundedStream.of_rank:
             stream.new_cell(f"In{ours.get('count') or self.cell_id}")
         shown = Shown(shell)
-        self.executing = True
+        self.executing, self.interrupted, self.interrupt_shown_s = True, False, -math.inf
         try:
             reply = await super().do_execute(
                 code,
