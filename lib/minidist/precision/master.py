@@ -95,6 +95,11 @@ class MasterWeights:
         """The parameter groups of the optimiser over the masters."""
         return self.optimizer.param_groups
 
+    @property
+    def state(self) -> Any:
+        """The state of the optimiser over the masters."""
+        return self.optimizer.state
+
     @torch.no_grad()
     def prepare_gradients(self) -> None:
         """Move the gradients to the masters; add to gradients that a master already has.
