@@ -37,13 +37,16 @@ import torch
 from torch import Tensor
 
 from minidist.errors import named_rank
+from minidist.precision.clip import shard_group
+from minidist.precision.master import parameters_of_masters
 
 
 class WeightAverage:
     """The average of some tensors, which starts at their values.
 
     Args:
-        parameters: what the optimiser updates: a model's parameters, whole or pieces, or masters.
+        parameters: what the optimiser updates: a model's parameters, whole or pieces, or masters
+            of `MasterWeights`, whose parameters have the rounded average in `applied`.
         decay: share of the old average, from 0 to 1 (exclusive).
         dtype: of the average. In bfloat16, small changes would be rounded away.
     """
@@ -61,7 +64,7 @@ class WeightAverage:
         self._averages = [
             p.detach().to(torch.promote_types(p.dtype, dtype), copy=True) for p in self._parameters
         ]
-        self._applied = False
+        self._num_applied = 0  # blocks that are open, one in the other
 
     @torch.no_grad()
     def update(self) -> None:
@@ -71,7 +74,7 @@ class WeightAverage:
             RuntimeError: in `applied`, where the weights are the average.
             ValueError: a parameter has another size now (sharded after this object was made).
         """
-        if self._applied:
+        if self._num_applied:
             raise RuntimeError(f"WeightAverage: update() inside applied() on {named_rank()}")
         self._check()
         for average, parameter in zip(self._averages, self._parameters, strict=True):
@@ -82,17 +85,26 @@ class WeightAverage:
     def applied(self) -> Iterator[None]:
         """The weights are the average in the block; afterwards they are what they were."""
         self._check()
-        kept = [parameter.detach().clone() for parameter in self._parameters]
+        rounded = parameters_of_masters(self._parameters)
+        changed = [*self._parameters, *rounded]
+        kept = [parameter.detach().clone() for parameter in changed]
         for parameter, average in zip(self._parameters, self._averages, strict=True):
             parameter.copy_(average)
-        self._applied = True
+        for parameter, master in rounded.items():
+            parameter.copy_(master)
+        self._num_applied += 1
         try:
             with torch.enable_grad():
                 yield
         finally:
-            self._applied = False
-            for parameter, value in zip(self._parameters, kept, strict=True):
+            self._num_applied -= 1
+            for parameter, value in zip(changed, kept, strict=True):
                 parameter.copy_(value)
+
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether `state_dict` is another on every rank (`Checkpoints` asks)."""
+        return shard_group(self._parameters) is not None
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint. Of a sharded model each rank saves its own, like its pieces."""

@@ -23,6 +23,16 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from minidist.errors import named_rank
+from minidist.unsupported import Unsupported
+
+ONCE = Unsupported(
+    "ShardedStream, make_loader",
+    "streams that can be read only once (generators, open files)",
+    instead="give an IterableDataset whose __iter__ begins anew",
+)
 
 
 def listens(dataset: Any) -> bool:
@@ -100,15 +110,18 @@ class ShardedStream(IterableDataset[Any]):
     Every process reads the whole stream and drops what is not its own.
 
     Args:
-        stream: gives the same samples in the same order on every rank and in every worker; it must
-            not share itself out. It may listen to epochs, and be without end.
+        stream: gives the same samples in the same order on every rank and in every worker, anew
+            at each `iter`. It must not share itself out by rank; while it is read, it sees no
+            worker (`get_worker_info`) by which it could. It may listen to epochs, and be without
+            end.
         rank, world_size: of the data-parallel group.
         batch_size: samples per rank and batch.
         tail: "drop" leaves out the last, incomplete round, so that every rank has the same number;
             "uneven" gives each sample once.
 
     Raises:
-        ValueError: no such tail.
+        ValueError: no such tail, a stream that is shared out already, or one that had samples in
+            an earlier epoch and has none any more.
     """
 
     def __init__(
@@ -131,7 +144,13 @@ class ShardedStream(IterableDataset[Any]):
                 f"ShardedStream: rank must be in 0 … world_size - 1, got rank {rank} of "
                 f"{world_size}"
             )
+        if isinstance(stream, ShardedStream):
+            raise ValueError(
+                "ShardedStream: got a ShardedStream, whose parts would be shared out once more; "
+                "give the stream itself (make_loader shares it out)"
+            )
         self.stream, self.rank, self.world_size = stream, rank, world_size
+        self._had = False  # this process has read samples of the stream
         self.batch_size, self.seed, self.tail = batch_size, seed, tail
         self._at = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -149,7 +168,7 @@ class ShardedStream(IterableDataset[Any]):
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         own: Any = None
-        for number, sample in enumerate(islice(self.stream, num_consumed, None)):
+        for number, sample in enumerate(islice(self._samples(), num_consumed, None)):
             turn, place = divmod(number, self.world_size)
             if turn // self.batch_size % num_workers != worker:
                 continue
@@ -157,3 +176,31 @@ class ShardedStream(IterableDataset[Any]):
             # With "drop", a sample waits until its round is complete.
             if place == (self.rank if self.tail == "uneven" else self.world_size - 1):
                 yield own
+
+    def _samples(self) -> Iterator[Any]:
+        """All samples of the stream.
+
+        A stream that knows of a worker may leave out what is not this worker's, so it knows none.
+        """
+        info, ended = torch_worker._worker_info, object()
+        source: Iterator[Any] | None = None
+        while True:
+            torch_worker._worker_info = None
+            try:
+                began = source is None
+                source = source or iter(self.stream)
+                sample = next(source, ended)
+            finally:
+                torch_worker._worker_info = info
+            if began and self._had and (sample is ended or self._is_used_up(source)):
+                raise ONCE.error(
+                    f"the stream, {type(self.stream).__name__}, was read before and does not begin "
+                    f"anew on {named_rank()}"
+                )
+            if sample is ended:
+                return
+            self._had = True
+            yield sample
+
+    def _is_used_up(self, source: Iterator[Any]) -> bool:
+        return source is self.stream and not isinstance(self.stream, IterableDataset)

@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 
 from minidist.checkpoint import Checkpoints
+from minidist.checkpoint.saving import States
 from minidist.checkpoint.shards import Shards
-from minidist.checkpoint.store import States
 
 
 class Preemption:

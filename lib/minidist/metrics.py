@@ -37,7 +37,7 @@ from torch import Tensor
 from minidist.device import choose_device
 from minidist.errors import MismatchError, named_rank
 
-_ROOM = 64  # numbers in a message of metrics, or a multiple
+_ROOM = 64  # numbers in the first message of metrics; 31 metrics need no other
 _MAX_NUMBER = 2**16  # so that sums of squares over many ranks are exact in float64
 
 
@@ -52,11 +52,20 @@ class WeightedMean:
         self.count: Tensor | float = 0.0
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add a mean over `weight` samples or tokens. Weight 0 ignores the value, even nan."""
+        """Add a mean over `weight` samples or tokens. Weight 0 ignores the value, even nan.
+
+        A tensor of values adds each of them, with its weight or all with the same.
+
+        Raises:
+            ValueError: the weights have another shape than the values.
+        """
         weight = _wide(weight)
+        _check_shapes(value, weight)
         product = _wide(value) * weight
         if isinstance(product, Tensor):
-            product = torch.where(torch.as_tensor(weight == 0, device=product.device), 0.0, product)
+            nothing = torch.as_tensor(weight == 0, device=product.device)
+            weight = (torch.zeros_like(product) + weight).sum()
+            product = torch.where(nothing, 0.0, product).sum()
         elif weight == 0:
             product = 0.0
         self.sum = self.sum + product
@@ -110,7 +119,7 @@ class Perplexity(WeightedMean):
 def reduce_metrics(
     metrics: Mapping[str, WeightedMean], group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Collective: all metrics over all ranks, in one all-reduce.
+    """Collective: all metrics over all ranks, in one all-reduce (two, if there are more than 31).
 
     Every rank passes the same names. Without a process group, the metrics are those of this
     process.
@@ -119,16 +128,16 @@ def reduce_metrics(
         MismatchError: on every rank, if names differ.
     """
     names = sorted(metrics)
-    # The message has one size whatever the names, up to a multiple of _ROOM, and carries a number
-    # made of them: metrics of other names would be added to these, or never arrive.
+    # The first message has one size whatever the names, and carries a number made of them: metrics
+    # of other names would be added to these, or never arrive.
     number = float(zlib.crc32("\n".join(names).encode()) % _MAX_NUMBER)
     parts = [number, number**2]
     parts += [part for name in names for part in (metrics[name].sum, metrics[name].count)]
-    parts += [0.0] * (-len(parts) % _ROOM)
+    parts += [0.0] * (_ROOM - len(parts))
     device = _device(group)
     sums = torch.stack([torch.as_tensor(p, dtype=torch.float64, device=device) for p in parts])
     if _is_distributed():
-        dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums[:_ROOM], group=group)
         total, squares = sums[:2].tolist()
         if total**2 != dist.get_world_size(group) * squares:  # not all numbers are equal
             every: list[Any] = [None] * dist.get_world_size(group)
@@ -137,6 +146,8 @@ def reduce_metrics(
                 f"reduce_metrics: the ranks of the group passed different names: {every}",
                 rank=dist.get_rank(),
             )
+        if len(sums) > _ROOM:
+            dist.all_reduce(sums[_ROOM:], group=group)
     values = sums.tolist()[2:]
     at = {name: i for i, name in enumerate(names)}
     return {
@@ -292,6 +303,17 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 def _wide(value: Tensor | float) -> Tensor | float:
     return value.detach().double() if isinstance(value, Tensor) else float(value)
+
+
+def _check_shapes(value: Tensor | float, weight: Tensor | float) -> None:
+    """One weight for all values, or as many as values."""
+    values = value.shape if isinstance(value, Tensor) else torch.Size()
+    weights = weight.shape if isinstance(weight, Tensor) else torch.Size()
+    if weights not in ((), values):
+        raise ValueError(
+            f"update: expected one weight, or weights of the shape of the values "
+            f"{tuple(values)}, got weights {tuple(weights)} on {named_rank()}"
+        )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def pack(documents: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tenso
         Padding at the end of a row is a document of its own, with token 0.
 
     Raises:
-        ValueError: a document is empty or longer than `length`.
+        ValueError: a document is empty, longer than `length`, or has floats.
     """
     rows: list[list[Sequence[int]]] = []
     for number, document in enumerate(documents):
@@ -54,6 +54,8 @@ def pack(documents: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tenso
                 f"pack: expected documents of 1 to {length} tokens, number {number} has "
                 f"{len(document)}"
             )
+        if torch.as_tensor(document).is_floating_point():
+            raise ValueError(f"pack: expected numbers of tokens, document {number} has floats")
         fits = (row for row in rows if sum(map(len, row)) + len(document) <= length)
         row = next(fits, None)
         if row is None:
@@ -66,7 +68,7 @@ def pack(documents: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tenso
         begin = 0
         for d, document in enumerate(row):
             end = begin + len(document)
-            tokens_BT[b, begin:end] = torch.tensor(document)
+            tokens_BT[b, begin:end] = torch.as_tensor(document)
             targets_BT[b, begin : end - 1] = tokens_BT[b, begin + 1 : end]
             documents_BT[b, begin:end] = d
             begin = end
@@ -86,13 +88,21 @@ def documents_of(cu_seqlens: Tensor) -> Tensor:
 
 def document_positions(documents_BT: Tensor) -> Tensor:
     """Position of each token in its document, (B, T)."""
-    begins = torch.ones_like(documents_BT, dtype=torch.bool)
-    begins[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    begins = _begins(documents_BT)
     at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     return at_T - torch.where(begins, at_T, 0).cummax(1).values
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:
     """Which token (row) sees which (column), (B, 1, T, T): earlier ones of its own document."""
-    same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    # A number that comes again later in the row is another document.
+    number_BT = _begins(documents_BT).cumsum(1)
+    same = number_BT.unsqueeze(2) == number_BT.unsqueeze(1)
     return same.tril().unsqueeze(1)
+
+
+def _begins(documents_BT: Tensor) -> Tensor:
+    """Whether a document begins at a token, (B, T)."""
+    begins = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return begins

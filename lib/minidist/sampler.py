@@ -31,6 +31,7 @@ and "drop" and gives the same indices.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Literal
 
@@ -84,7 +85,7 @@ class DistributedSampler(Sampler[int]):
             raise ValueError(
                 f'DistributedSampler: tail must be "pad", "drop" or "uneven", got {tail!r}'
             )
-        self.num_samples = dataset if isinstance(dataset, int) else _length(dataset)
+        self.num_samples = _length(dataset)
         self.rank = rank
         self.world_size = world_size
         self.shuffle = shuffle
@@ -137,6 +138,8 @@ class DistributedSampler(Sampler[int]):
 
 
 def _length(dataset: Any) -> int:
+    if hasattr(dataset, "__index__") and not hasattr(dataset, "__len__"):
+        return operator.index(dataset)  # also numpy's
     try:
         return len(dataset)
     except TypeError:

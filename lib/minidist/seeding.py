@@ -28,6 +28,7 @@ True
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +43,16 @@ def derive_seed(seed: int, *parts: int | str) -> int:
 
     Unlike `hash`, the seed is the same on every machine and in every Python process.
     """
-    text = "\0".join([str(int(seed)), *(f"{type(p).__name__}:{p}" for p in parts)])
+    plain: list[Any] = [operator.index(p) if _is_integer(p) else p for p in parts]  # pyright: ignore
+    text = "\0".join([str(int(seed)), *(f"{type(p).__name__}:{p}" for p in plain)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _is_integer(part: Any) -> bool:
+    """Whether a part is an integer of numpy or torch, which stands for the same number."""
+    if isinstance(part, torch.Tensor):
+        return part.numel() == 1 and not part.is_floating_point() and part.dtype != torch.bool
+    return isinstance(part, np.integer)
 
 
 def seed_all(seed: int, *parts: int | str) -> None:

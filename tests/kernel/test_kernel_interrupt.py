@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,3 +94,31 @@ def test_communicators_of_nccl_are_aborted_and_no_others(monkeypatch):
     monkeypatch.setattr(type(c10d._world), "pg_map", property(lambda _: found))
     assert recover.abort_nccl() == 2
     assert aborted == ["broken", "both"]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with new_kernel() as it:
+        it.ok(SETUP)
+        yield it
+
+
+SLOW_LOADER = """from torch.utils.data import DataLoader
+class Slow:
+    def __len__(self): return 1000
+    def __getitem__(self, i): time.sleep(0.3); return i
+for batch in DataLoader(Slow(), num_workers=2): pass"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import asyncio; await asyncio.sleep(100)", SLOW_LOADER],
+    ids=["a cell that awaits", "a loader that ends its workers"],
+)
+def test_ranks_survive_an_interrupt(kernel: Kernel, code: str) -> None:
+    for _ in range(2):
+        threading.Timer(1.5, kernel.manager.interrupt_kernel).start()
+        [error] = kernel.run(code, timeout=30).of("error")
+        assert error["ename"] == "KeyboardInterrupt"
+        assert error["evalue"] == "[ranks 0, 1] the cell was interrupted"
+        assert kernel.ok("print('on')").text().startswith("on\n")

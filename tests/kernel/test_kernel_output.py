@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import Iterator
 from glob import glob
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from kernel_helper import SETUP, Kernel
 from kernel_helper import kernel as new_kernel
 
 from minidist.kernel import outputs
+from minidist.kernel.stray import Stray
 from minidist.kernel.text import Screen, fold, settle
 
 
@@ -23,6 +27,19 @@ def kernel() -> Iterator[Kernel]:
     with new_kernel() as it:
         it.ok(SETUP)
         yield it
+
+
+@pytest.fixture(scope="module")
+def watching() -> Iterator[Kernel]:
+    """A kernel that shows what is written to file descriptors; ipykernel's does not in pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)
+        it = Kernel()
+    try:
+        it.ok(SETUP)
+        yield it
+    finally:
+        it.close()
 
 
 def test_no_line_of_many_is_lost(kernel: Kernel) -> None:
@@ -228,3 +245,139 @@ def test_pieces_of_text_settle_as_the_whole(text: str) -> None:
         assert screen.text() == whole
         assert screen.lines().startswith(seen)
         assert settle(fold(text[:cut]) + fold(text[cut:])) == whole
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\udcff"])  # the second is a byte of a file's name
+def test_half_a_character_costs_itself_only(kernel: Kernel, half: str) -> None:
+    text = kernel.ok(f"print('before {half} after')").text()
+    assert re.match(r"before .+ after\n\[rank 1: same output\]\n$", text)
+    shown = kernel.ok(f"from IPython.display import Markdown; Markdown('a {half} z')")
+    assert re.fullmatch("a .+ z", shown.of("execute_result")[0]["data"]["text/markdown"])
+    failed = kernel.run(f"raise ValueError('a {half} z')")
+    assert failed.of("error")[0]["ename"] == "ValueError"
+    assert kernel.ok("print('on')").text().startswith("on\n")
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sys.{0}.close()",
+        "sys.{0} = open(os.devnull, 'w'); sys.{0}.close()",
+        "sys.{0} = None",
+        "del sys.{0}",
+    ],
+)
+def test_what_a_cell_does_to_its_streams_is_over_with_it(
+    kernel: Kernel, code: str, name: str
+) -> None:
+    kernel.run(code.format(name), timeout=20)
+    after = kernel.ok(f"print('on', file=sys.{name})", timeout=20).text(name)
+    assert after.startswith("on\n")
+
+
+def test_the_bound_is_that_of_a_cell_behind_the_users_own_stream_too(kernel: Kernel) -> None:
+    kernel.ok(
+        "class Tee:\n    def __init__(self, to): self.to = to\n"
+        "    def __getattr__(self, name): return getattr(self.to, name)\n"
+        "before, sys.stdout = sys.stdout, Tee(sys.stdout)"
+    )
+    for _ in range(2):
+        text = kernel.ok(f"print('x' * {outputs.MAX_TEXT * 2 // 3})").text()
+        assert "much to print" not in text
+        assert len(text) > outputs.MAX_TEXT // 2
+    kernel.ok("sys.stdout = before")
+
+
+def test_the_original_streams_are_shown_with_their_cell(watching: Kernel) -> None:
+    for number in range(2):
+        result = watching.ok(
+            f"print('out', {number}, file=sys.__stdout__)\nsys.__stderr__.write('e')"
+        )
+        assert result.text().startswith(f"out {number}\n")
+        assert result.text("stderr").startswith("e")
+
+
+BAD = "class Bad:\n    def _repr_html_(self): raise KeyError('of html')\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("display(Bad())", "KeyError"),
+        ("get_ipython().run_cell('1/0')", "ZeroDivisionError"),
+        ("try: 1/0\nexcept ZeroDivisionError: get_ipython().showtraceback()", "ZeroDivisionError"),
+    ],
+)
+def test_errors_that_do_not_end_a_cell_are_printed(kernel: Kernel, code: str, error: str) -> None:
+    kernel.ok(BAD)
+    result = kernel.ok(f"{code}\nprint('goes on')")
+    assert "goes on\n" in result.text()
+    assert error in result.text("stderr")
+    failed = kernel.run(f"{code}\nraise OSError('the last')")
+    assert failed.of("error")[0]["ename"] == "OSError"
+    assert error in failed.text("stderr")
+    assert "OSError" not in failed.text("stderr").splitlines()[-1]
+
+
+def test_the_error_of_a_result_that_cannot_be_shown_has_its_name(kernel: Kernel) -> None:
+    [error] = kernel.run(f"{BAD}Bad()").of("error")
+    assert (error["ename"], error["evalue"]) == ("KeyError", "[ranks 0, 1] 'of html'")
+
+
+LATE = {
+    "thread": "import threading; threading.Timer(0.4, lambda: print('late', rank)).start()",
+    "task": (
+        "import asyncio\nasync def late():\n    await asyncio.sleep(0.4); print('late', rank)\n"
+        "task = asyncio.create_task(late())"
+    ),
+    "child": (
+        "import multiprocessing\ndef late(): time.sleep(0.4); print('late', rank, flush=True)\n"
+        "child = multiprocessing.get_context('fork').Process(target=late); child.start()"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", LATE.values(), ids=LATE)
+def test_what_comes_after_a_cell_is_shown_of_every_rank(kernel: Kernel, code: str) -> None:
+    asked = kernel.client.execute(code)
+    text, end = "", time.monotonic() + 10
+    while "[rank 1] late 1\n" not in text and time.monotonic() < end:
+        try:
+            message = kernel.client.get_iopub_msg(timeout=1)
+        except Empty:
+            continue
+        if message["msg_type"] == "stream" and message["parent_header"]["msg_id"] == asked:
+            text += message["content"]["text"]
+    assert text == "late 0\n[rank 1] late 1\n"
+    kernel.ask(asked)
+
+
+def test_late_lines_of_several_ranks_are_told_apart() -> None:
+    async def show() -> list[str]:
+        sent: list[str] = []
+        stray = Stray(lambda _kind, content, _parent: sent.append(content["text"]))
+        for rank, text in ((2, "a\nmine\n"), (0, "a\nb\n"), (1, "a\nb\n"), (3, "a\nmine\n")):
+            stray.add(rank, "stream", {"name": "stdout", "text": text}, {"msg_id": "1"})
+        stray.show()
+        stray.add(1, "stream", {"name": "stdout", "text": "b\nc"}, {"msg_id": "1"})
+        stray.show()
+        return sent
+
+    assert asyncio.run(show()) == ["[ranks 2, 3] mine\n", "[rank 1] c\n"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "os.system('printf 日%.0s $(seq 5000)')",
+        "os.write(1, b'a' + '日'.encode() * 5000)",
+        "for byte in '日'.encode(): os.write(1, bytes([byte])); time.sleep(0.05)",
+    ],
+)
+def test_programs_write_whole_characters_before_their_cell_ends(
+    watching: Kernel, write: str
+) -> None:
+    text = watching.ok(f"{write};").text()
+    assert set(text.partition("[")[0]) <= set("a日\n")
+    assert text.count("日") == (5000 if "5000" in write else 1)

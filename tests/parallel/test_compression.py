@@ -786,3 +786,15 @@ def test_compressors_run_on_the_emulated_cluster():
     torch.testing.assert_close(results[0]["fp32"], expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(results[0]["bf16"], expected, rtol=1e-2, atol=0)
     assert timeline is not None
+
+
+def a_key_without_a_name():
+    compressor = TopK(0.5)
+    compressor.reduce(torch.arange(4.0))
+    with pytest.warns(UserWarning, match="none of them has a name here on rank"):
+        compressor.state_dict(nn.Linear(2, 2).named_parameters())
+    assert compressor.state_dict([("all", "flat")])["residuals"]["all"].tolist() == [0, 1, 0, 0]
+
+
+def test_a_residual_that_would_not_be_saved_is_told():
+    run(in_world, 2, a_key_without_a_name)

@@ -13,6 +13,8 @@ from torch import nn
 from minidist.data import make_regression
 from minidist.launch import run
 from minidist.parallel.local_sgd import DiLoCo, LocalSGD
+from minidist.parallel.zero import ShardedOptimizer
+from minidist.precision import MasterWeights
 
 STEPS = 13  # the last meeting is three steps before the end of period 5, one of period 4
 CASES = [  # period, outer rate, outer momentum
@@ -145,3 +147,50 @@ def test_diloco_is_what_the_paper_says(world_size):
                 assert sent == STEPS // period * meeting
     for _, as_local, local in every_rank:
         torch.testing.assert_close(as_local, local, rtol=1e-9, atol=1e-12)
+
+
+def small_outer_steps() -> list[float]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ends = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = nn.Parameter(torch.ones(1, dtype=dtype))
+        module = nn.ParameterList([weight])
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        diloco = DiLoCo(module, optimizer, 1, outer_lr=0.1, outer_momentum=0.0)
+        for _ in range(10):
+            weight.grad = torch.full_like(weight, 2.0 ** -(5 + 2 * rank))
+            diloco.step()
+        ends.append(weight.item())
+    dist.barrier()
+    return ends
+
+
+def test_small_outer_steps_add_up_in_16_bits_too() -> None:
+    mean = (2.0**-5 + 2.0**-7) / 2
+    for bf16, fp32 in run(small_outer_steps, 2):
+        assert fp32 == pytest.approx(1 - mean, abs=1e-6)
+        assert bf16 == pytest.approx(1 - mean, abs=2**-8)  # 16-bit sums would stay at 1
+
+
+def what_would_drift() -> None:
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(model, optimizer, 1)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="4 parameters are trainable and 2 were"):
+        diloco.step()
+    for kind in (LocalSGD, DiLoCo):
+        for other in (
+            MasterWeights(model.parameters(), lambda p: torch.optim.SGD(p, lr=0.1)),
+            ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
+        ):
+            with pytest.raises(ValueError, match=f"{kind.__name__}: got {type(other).__name__}"):
+                kind(model, other, 1)  # type: ignore[arg-type]
+    dist.barrier()
+
+
+def test_what_would_never_meet_is_refused() -> None:
+    run(what_would_drift, 2)

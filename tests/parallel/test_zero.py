@@ -530,3 +530,37 @@ def test_scaling_and_clipping_equal_one_process(world_size):
         wanted = ["no group", "no parameter"] if world_size > 1 else ["no parameter"] * 2
         assert len(misuse) == 2
         assert all(text in message for text, message in zip(wanted, misuse, strict=True))
+
+
+def only_the_models_zero_grad():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for kind in (ShardedOptimizer, Zero2Optimizer):
+        for master_dtype in (None, torch.float64):
+            for overflow in (False, True):
+                model = nn.Linear(3, 1, bias=False)
+                nn.init.ones_(model.weight)
+                options = {"average_gradients": True} if kind is ShardedOptimizer else {}
+                optimizer = kind(
+                    model.parameters(),
+                    torch.optim.SGD,
+                    lr=0.5,
+                    master_dtype=master_dtype,
+                    **options,
+                )
+                scaler = GradScaler(4.0, group=dist.group.WORLD)
+                for step in range(2):
+                    model.zero_grad()  # not the optimizer's
+                    x = torch.full((1, 3), rank + 1.0)
+                    x = x * torch.inf if overflow and step == 0 else x
+                    scaler.scale(model(x).sum()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                steps = 1 if overflow else 2
+                expected = [1 - steps * 0.5 * 1.5] * 3
+                assert model.weight[0].tolist() == expected, (kind, master_dtype, overflow)
+    dist.barrier()
+
+
+def test_a_loop_may_clear_the_models_gradients_only():
+    run(only_the_models_zero_grad, 2)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
+from minidist.precision import MasterWeights
 from minidist.profile import (
     SETTINGS,
     ArrivalTimer,
@@ -559,3 +560,15 @@ def test_scaling_arguments():
         scaling_rows({1: [1.0]}, mode="medium")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="world sizes"):
         scaling_rows({})
+
+
+def test_masters_count_as_the_optimizers_memory():
+    model = nn.Linear(2, 2).to(torch.bfloat16)  # 6 parameters
+    optimizer = MasterWeights(model.parameters(), torch.optim.Adam)
+    with MemoryTracker(model, optimizer) as tracker:
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    last = tracker.rows[-1]
+    assert last.parameters == 6 * 2
+    assert last.optimizer == 6 * 4 + 2 * 6 * 4 + 2 * 4  # masters, moments, two counts of steps
+    assert tracker.peak_of("gradients") >= 6 * 4  # those of the masters

@@ -430,3 +430,15 @@ def test_fp16_overflow_skips_the_step_and_the_next_one_recovers():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     accumulate_step(model, batches, fn, optimizer, scaler=scaler, max_norm=1.0)
     assert model.weight.item() == pytest.approx(0.9)
+
+
+def test_micro_batches_may_come_one_by_one():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = [torch.full((1, 2), float(i)) for i in range(3)]
+    steps = [
+        accumulate_step(model, some, lambda m, x: m(x).mean(), optimizer)
+        for some in (batches, iter(batches), (batch for batch in batches))
+    ]
+    assert len({step.loss.item() for step in steps}) == 1
+    assert {step.total_weight for step in steps} == {3.0}

@@ -11,6 +11,7 @@ from minidist.average import WeightAverage
 from minidist.launch import run
 from minidist.parallel.data import BucketedDDP
 from minidist.parallel.zero import Zero2Optimizer, Zero3
+from minidist.precision import MasterWeights
 
 
 def make() -> nn.Sequential:
@@ -98,3 +99,31 @@ def test_a_bfloat16_weight_has_a_wide_average_and_an_error_puts_the_weights_back
     with pytest.raises(KeyError):
         evaluate()
     assert weight.item() == 2
+
+
+def test_blocks_of_the_average_may_be_one_in_the_other() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    average = WeightAverage([weight], decay=0.5)
+    weight.data.fill_(4)
+    average.update()
+    with average.applied():
+        with average.applied():
+            assert weight.item() == 2
+        assert weight.item() == 2
+        with pytest.raises(RuntimeError, match=r"update\(\) inside applied\(\)"):
+            average.update()
+    assert weight.item() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_average_of_masters_reaches_the_model(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+    optimizer = MasterWeights([weight], lambda masters: torch.optim.SGD(masters, lr=1.0))
+    average = WeightAverage(optimizer.masters, decay=0.5)
+    weight.grad = torch.full_like(weight, -4)
+    optimizer.step()
+    average.update()
+    with average.applied():
+        assert weight.item() == optimizer.masters[0].item() == 2
+        assert optimizer.state_dict()["masters"][0].item() == 2
+    assert weight.item() == optimizer.masters[0].item() == 4

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from minidist.average import WeightAverage
 from minidist.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -26,6 +28,8 @@ from minidist.checkpoint.shards import Box, overlap
 from minidist.errors import LaunchError
 from minidist.launch import run
 from minidist.mesh import make_mesh
+from minidist.parallel.zero import ShardedOptimizer, Zero3
+from minidist.precision import MasterWeights
 
 
 class Value:
@@ -423,3 +427,123 @@ def test_fsdp2_goes_on_at_another_world_size(tmp_path):
         for got in run(fsdp, world_size, str(tmp_path), True):
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+# -- what ranks do differently -----------------------------------------------------------------
+
+
+def test_steps_are_whole_numbers_of_any_kind(tmp_path):
+    for step in (np.int64(3), torch.tensor(4)):
+        checkpoints = Checkpoints(tmp_path)
+        save(checkpoints, step, "x")
+        assert checkpoints.load(shared={"x": Value(0)}) == int(step)
+    for wrong in (-1, 5.0):
+        with pytest.raises(CheckpointError, match=r"at least 0|'float'"):
+            save(Checkpoints(tmp_path), wrong)
+    assert Checkpoints(tmp_path).steps() == [3, 4]
+
+
+def refused_on_every_rank(directory):
+    early = Checkpoints(directory)
+    rank, _ = init()
+    for use in (lambda: save(early, 1), lambda: early.load(shared={"x": Value(0)})):
+        with pytest.raises(CheckpointError, match="made before init_process_group"):
+            use()
+    with pytest.raises(CheckpointError, match=r"one step.*got \[1, 2\]"):
+        Checkpoints(directory).save(1 + rank, shared={"x": Value(0)})
+    apart = directory / str(rank)
+    with pytest.raises(CheckpointError, match=r"rank 1: .*not there, which rank 0 has just made"):
+        Checkpoints(apart).save(1, shared={"x": Value(0)})
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = ShardedOptimizer(nn.Linear(3, 3).parameters(), torch.optim.Adam, lr=0.1)
+    zero = Zero3(model, units=list(model))
+    adam = torch.optim.Adam(model.parameters())
+    masters = MasterWeights(model.parameters(), torch.optim.Adam)
+    for part in (sharded, adam, masters, WeightAverage(model.parameters())):
+        for use in (Checkpoints(directory).save, lambda _, **kw: Checkpoints(directory).load(**kw)):
+            Checkpoints(directory).save(7, shared={"part": Value(0)})
+            with pytest.raises(CheckpointError, match=f"{type(part).__name__}, holds another part"):
+                use(8, shared={"part": part})
+    del zero
+    done()
+
+
+def test_what_would_mix_ranks_up_is_refused_on_every_rank(tmp_path):
+    run(refused_on_every_rank, 2, tmp_path)
+
+
+class Gathered(Value):
+    """Its state is put together by all ranks, like a full state dict."""
+
+    def state_dict(self):
+        total = torch.tensor(self.value)
+        dist.all_reduce(total)
+        return {"value": total.item()}
+
+
+def save_gathered(directory):
+    rank, _ = init()
+    checkpoints = Checkpoints(directory, timeout_s=10)
+    checkpoints.save(1, shared={"x": Gathered(rank + 1)})
+    checkpoints.save_async(2, shared={"x": Gathered(rank + 2)}).wait(10)
+    x = Value(None)
+    checkpoints.load(shared={"x": x})
+    return done(x.value)
+
+
+def test_a_collective_state_dict_may_be_shared(tmp_path):
+    assert run(save_gathered, 2, tmp_path, deadline_s=30) == [5, 5]
+
+
+HOLES = {  # what two ranks hold of 4 elements
+    "the same begin": ((0, 3), (0, 1)),
+    "as many as there are": ((0, 2), (1, 3)),
+    "one has all but the last": ((0, 3), (1, 3)),
+}
+
+
+@pytest.mark.parametrize("held", HOLES.values(), ids=HOLES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_parts_that_overlap_hide_no_hole(tmp_path, held, wide):
+    whole = torch.arange(1.0, 9).view(2, 4)
+
+    def parts(*slices):
+        return [
+            Shard(tensor=whole[:, b:e], global_shape=(2, 4), offsets=(0, b))
+            if wide
+            else Shard(tensor=whole[0, b:e], global_shape=(4,), offsets=(b,))
+            for b, e in slices
+        ]
+
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(ValueError, match=r"the ranks hold \d of the \d elements of 'w'"):
+        checkpoints.save(1, sharded={"w": parts(*held)})
+    checkpoints.save(1, sharded={"w": parts(*held, (3, 4), (0, 4))})
+    got = torch.zeros_like(whole) if wide else torch.zeros(4)
+    checkpoints.load(
+        sharded={"w": Shard(tensor=got, global_shape=tuple(got.shape), offsets=(0,) * got.dim())}
+    )
+    assert torch.equal(got, whole if wide else whole[0])
+
+
+@pytest.mark.parametrize("values", [torch.tensor([1.5]), torch.tensor([1 + 2j])])
+def test_what_the_tensor_to_fill_cannot_hold_is_refused(tmp_path, values):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, sharded=shards_of({"w": values}))
+    for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.complex64):
+        target = shards_of({"w": torch.zeros(1, dtype=dtype)})
+        if torch.can_cast(values.dtype, dtype):
+            checkpoints.load(sharded=target)
+            assert target["w"].tensor == values
+        else:
+            with pytest.raises(CheckpointError, match="cannot hold its values"):
+                checkpoints.load(sharded=target)
+
+
+def test_a_save_in_the_background_that_fails_is_told_though_nobody_asks(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    (tmp_path / "step-00000001.writing").write_text("a file is in the way")
+    with pytest.warns(UserWarning, match=r"was not saved in the background: .*FileExistsError"):
+        checkpoints.save_async(1, shared={"x": Value(0)})._thread.join()
+    with pytest.raises(CheckpointError, match="FileExistsError"):
+        checkpoints.latest()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from minidist.datasets import EpochDataset, ShardedStream
 from minidist.sampler import DistributedSampler, make_loader, set_epoch
@@ -184,3 +191,56 @@ def test_wrong_use_is_named():
         set_epoch(make_loader(Stream(3), 2, rank=0, world_size=2), 0, -1)
     with pytest.raises(ValueError, match=r"Stream has no length.*make_loader shares out"):
         DistributedSampler(Stream(3), rank=0, world_size=1)  # type: ignore[arg-type]
+
+
+class KnowsWorkers(IterableDataset):
+    """Shares itself out among the workers, as torch's documentation shows."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        begin, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(begin, 20, step))
+
+
+class KnowsWorkersLater(KnowsWorkers):
+    """Asks only when the first sample is wanted."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [KnowsWorkers, KnowsWorkersLater])
+def test_a_stream_that_knows_of_workers_is_not_shared_out_twice(kind):
+    for num_workers in (0, 2):
+        options: Any = {"world_size": 2, "train": False, "num_workers": num_workers}
+        loaders = [make_loader(kind(), 2, rank=rank, **options) for rank in range(2)]
+        assert sorted(i for loader in loaders for i in chain(*batches(loader))) == [*range(20)]
+
+
+class HoldsGenerator(IterableDataset):
+    def __init__(self) -> None:
+        self.samples = (i for i in range(6))
+
+    def __iter__(self):
+        return self.samples
+
+
+@pytest.mark.parametrize("make", [lambda: (i for i in range(6)), lambda: map(int, "012345")])
+def test_a_stream_that_cannot_begin_anew_says_so(make):
+    for stream in (make(), HoldsGenerator()):
+        sharded = ShardedStream(stream, rank=0, world_size=2, batch_size=1)
+        assert list(sharded) == [0, 2, 4]
+        with pytest.raises(ValueError, match="read before and does not begin anew"):
+            list(sharded)
+    left_early = ShardedStream(make(), rank=0, world_size=1, batch_size=1)
+    assert list(islice(left_early, 2)) == [0, 1]
+    with pytest.raises(ValueError, match="only once"):
+        list(left_early)
+    empty = ShardedStream([], rank=0, world_size=1, batch_size=1)
+    assert list(empty) == list(empty) == []
+
+
+def test_a_stream_is_shared_out_once():
+    stream = ShardedStream(range(6), rank=0, world_size=2, batch_size=1)
+    with pytest.raises(ValueError, match="give the stream itself"):
+        make_loader(stream, 1, rank=0, world_size=2)

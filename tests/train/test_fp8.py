@@ -214,3 +214,46 @@ def test_bad_input():
         quantize(torch.ones(3), BlockScaling())
     with pytest.raises(ValueError, match=r"LayerNorm has no nn.Linear"):
         use_fp8(nn.LayerNorm(3), FP8_RECIPES["tile"])
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (0, 64)])
+def test_shapes_and_dtypes_are_those_of_the_layer(recipe, shape):
+    for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 8).to(dtype)
+        mine, x = Fp8Linear(layer, FP8_RECIPES[recipe]), torch.randn(shape).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected, got = layer(x), mine(x)
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        torch.testing.assert_close(got, expected, rtol=0.1, atol=0.1)
+        if autocast:  # rounded once, at the end
+            assert torch.equal(got, mine(x).to(torch.bfloat16))
+        got.sum().backward()
+
+
+def test_a_layer_with_two_names_is_changed_under_both():
+    model = nn.Module()
+    model.first = nn.Linear(4, 4)
+    model.again = model.first
+    assert use_fp8(model, FP8_RECIPES["tile"]) == ["first", "again"]
+    assert isinstance(model.again, Fp8Linear)
+
+
+def test_gradients_of_gradients_are_refused_not_left_out():
+    layer, x = Fp8Linear(nn.Linear(4, 3), FP8_RECIPES["tile"]), torch.randn(2, 4)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (grad.pow(2).sum() + layer(x).sum()).backward()
+
+
+@pytest.mark.parametrize("odd", [0.0, math.inf, math.nan])
+def test_a_delayed_scale_does_not_remember_what_has_no_largest_number(odd):
+    for before in ([], [1e-5]):
+        delayed = DelayedScale()
+        for value in (*before, odd):
+            delayed.quantize(torch.full((2, 2), value))
+        delayed.quantize(torch.ones(0, 2))
+        got = delayed.quantize(torch.full((2, 2), 1e-5)).numbers()
+        torch.testing.assert_close(got, torch.full((2, 2), 1e-5))

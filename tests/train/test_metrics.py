@@ -208,3 +208,35 @@ def other_names():
 
 def test_metrics_are_told_apart_by_their_names():
     run(other_names, 3)
+
+
+def test_a_tensor_of_values_adds_each_of_them():
+    for update in (
+        lambda mean: mean.update(torch.tensor([1.0, 2.0, 6.0])),
+        lambda mean: mean.update(torch.tensor([[1.0, 2.0, 6.0]]), weight=4),
+        lambda mean: mean.update(torch.tensor([1.0, 7.0, math.nan]), torch.tensor([2, 1, 0])),
+    ):
+        mean = WeightedMean()
+        update(mean)
+        assert mean.compute() == 3
+    with pytest.raises(ValueError, match=r"the shape of the values \(3,\), got .*\(2,\)"):
+        WeightedMean().update(torch.ones(3), torch.ones(2))
+    with pytest.raises(ValueError, match=r"values \(\), got weights \(2,\)"):
+        WeightedMean().update(1.0, torch.ones(2))
+
+
+def numbers_of_names():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for num in (31, 95):  # the numbers of values at which a message is full
+        metrics = {f"m{i}": WeightedMean() for i in range(num + 1)}
+        for i in range(num + 1):
+            metrics[f"m{i}"].update(i + rank)
+        with pytest.raises(MismatchError, match="different names"):
+            reduce_metrics(metrics if rank else {k: metrics[k] for k in list(metrics)[:num]})
+        assert reduce_metrics(metrics) == {f"m{i}": i + 0.5 for i in range(num + 1)}
+    dist.barrier()
+
+
+def test_other_numbers_of_metrics_are_told_on_every_rank():
+    run(numbers_of_names, 2)

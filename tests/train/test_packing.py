@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,3 +144,18 @@ def replicated() -> float:
 
 def test_packed_rows_under_data_parallelism_and_recomputation() -> None:
     assert max(run(replicated, 2)) < 1e-12
+
+
+def test_a_number_that_comes_again_is_another_document() -> None:
+    ids, as_packed = torch.tensor([[3, 3, 1, 3, 3]]), torch.tensor([[0, 0, 1, 2, 2]])
+    assert torch.equal(document_positions(ids), document_positions(as_packed))
+    assert torch.equal(document_mask(ids), document_mask(as_packed))
+
+
+@pytest.mark.filterwarnings("error")
+def test_documents_are_numbers_of_any_kind() -> None:
+    plain = pack([[1, 2], [3]], 4)
+    for documents in ([torch.tensor([1, 2]), torch.tensor([3])], [np.array([1, 2]), (3,)]):
+        assert all(map(torch.equal, pack(documents, 4), plain))
+    with pytest.raises(ValueError, match="document 1 has floats"):
+        pack([[1], [0.5]], 4)  # type: ignore[list-item]

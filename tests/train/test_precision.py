@@ -599,3 +599,54 @@ def test_scaler_finds_what_is_not_finite_in_any_gradient(dtype, bad):
     for i, (p, value) in enumerate(zip(parameters, expected, strict=True)):
         if i != 3 or bad is None:
             assert torch.equal(p.grad, value)
+
+
+# ------------------------------------------------------------------ as loops are written
+
+
+def test_gradients_of_any_kind_are_unscaled():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    turn = nn.Parameter(torch.tensor([3 + 4j]))
+    before = embedding.weight.detach().clone(), turn.detach().clone()
+    optimizer, scaler = torch.optim.SGD([embedding.weight, turn], lr=1.0), GradScaler(1024.0)
+    for bad in (False, True):
+        optimizer.zero_grad()
+        losses = [embedding(torch.tensor([1, 1, 3])).sum(), turn.abs().sum()]
+        for loss in scaler.scale(losses):
+            (loss * (math.inf if bad else 1)).backward()
+        scaler.step(optimizer)  # the second is skipped
+        scaler.update()
+    expected = torch.tensor([0.0, 2, 0, 1, 0]).unsqueeze(1).expand(5, 2)
+    torch.testing.assert_close(before[0] - embedding.weight, expected)
+    torch.testing.assert_close((before[1] - turn).detach(), torch.tensor([0.6 + 0.8j]))
+    assert scaler.get_scale() == 512
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_masters_are_cleared_without_their_own_zero_grad(overflow):
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    nn.init.ones_(model.weight)
+    optimizer = MasterWeights(model.parameters(), lambda p: torch.optim.SGD(p, lr=0.25))
+    scaler = GradScaler(4.0)
+    for x in (math.inf if overflow else 1.0, 1.0):
+        model.zero_grad()  # not the optimizer's
+        loss = model(torch.full((1, 1), x, dtype=torch.bfloat16)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert model.weight.item() == (0.75 if overflow else 0.5)
+
+
+def test_masters_have_each_parameter_once_and_as_wide():
+    def sgd(masters):
+        return torch.optim.SGD(masters, lr=1e-3)
+
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float64) / 3)
+    optimizer = MasterWeights([("weight", weight)], sgd)
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.item() == 1 / 3 - 1e-3
+    with pytest.raises(ValueError, match="2 parameters, of which only 1"):
+        MasterWeights([weight, weight], sgd)
+    with pytest.raises(ValueError, match=r"got dict.*in make_optimizer"):
+        MasterWeights([{"params": [weight]}], sgd)  # type: ignore[list-item]

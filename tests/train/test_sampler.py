@@ -227,3 +227,9 @@ def test_same_initialisation_and_different_dropout():
         torch.testing.assert_close(again, ranks[0][2], rtol=0, atol=0)
     masks = {tuple(mask.tolist()) for _, mask, _ in ranks}
     assert len(masks) == 3
+
+
+def test_numpys_and_torchs_integers_are_integers():
+    assert [*DistributedSampler(np.int64(5), rank=1, world_size=2, shuffle=False)] == [1, 3, 0]
+    for two in (np.int64(2), np.uint8(2), torch.tensor(2)):
+        assert derive_seed(1, two) == derive_seed(1, 2)

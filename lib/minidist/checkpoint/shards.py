@@ -166,7 +166,7 @@ def boxes_to_write(
             if box.numel == 0 or (name, box) in taken:
                 continue
             taken.add((name, box))
-            key = f"{name}@{','.join(map(str, box.offsets))}"
+            key = f"{name}@{','.join(map(str, box.offsets))}+{','.join(map(str, box.sizes))}"
             entry["boxes"].append([list(box.offsets), list(box.sizes), owner, key])
             if owner == rank:
                 # torch.save would write the whole storage of a view into the file.
@@ -177,14 +177,34 @@ def boxes_to_write(
 
 
 def _check_cover(name: str, entry: dict[str, Any]) -> None:
-    """Raise ValueError if the boxes are smaller in sum than the tensor. They must not overlap."""
+    """Raise ValueError if an element is in no box."""
     whole = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
     boxes = [Box(tuple(start), tuple(size)) for start, size, _, _ in entry["boxes"]]
-    if sum(box.numel for box in boxes) < whole.numel:
+    held = sum(box.numel for box in boxes)
+    if held >= whole.numel and _some_overlap(boxes):  # some are held twice: look at each
+        found = torch.zeros(whole.sizes, dtype=torch.bool)
+        for box in boxes:
+            found[box.within(whole)] = True
+        held = int(found.sum())
+    if held < whole.numel:
         raise ValueError(
-            f"checkpoint: the ranks hold {sum(box.numel for box in boxes)} of the "
-            f"{whole.numel} elements of {name!r}; every element has to be on some rank"
+            f"checkpoint: the ranks hold {held} of the {whole.numel} elements of {name!r}; every "
+            "element has to be on some rank"
         )
+
+
+def _some_overlap(boxes: list[Box]) -> bool:
+    """Whether two boxes share an element: compares those that overlap along one dimension."""
+    if len(boxes) < 2:
+        return False
+    cut = max(range(len(boxes[0].sizes)), key=lambda d: len({box.offsets[d] for box in boxes}))
+    before: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[cut]):
+        before = [each for each in before if each.offsets[cut] + each.sizes[cut] > box.offsets[cut]]
+        if any(overlap(box, each) for each in before):
+            return True
+        before.append(box)
+    return False
 
 
 class ShardReader:
@@ -199,7 +219,8 @@ class ShardReader:
         """Copy saved values into the tensors of `shards`.
 
         Raises:
-            ValueError: a tensor is not in the checkpoint, has a different shape, or is incomplete.
+            ValueError: a tensor is not in the checkpoint, has a different shape, is incomplete, or
+                is of a kind (complex, floats) that the tensor to fill cannot hold.
         """
         for name, parts in shards.items():
             for shard in [parts] if isinstance(parts, Shard) else parts:
@@ -216,6 +237,12 @@ class ShardReader:
             raise ValueError(
                 f"{self.folder}: {name!r} has shape {tuple(entry['shape'])}, expected "
                 f"{tuple(shard.global_shape)} on {named_rank()}"
+            )
+        saved_as = getattr(torch, entry["dtype"].removeprefix("torch."))
+        if not torch.can_cast(saved_as, shard.tensor.dtype):
+            raise ValueError(
+                f"{self.folder}: {name!r} is {saved_as}, and {shard.tensor.dtype} on "
+                f"{named_rank()} cannot hold its values"
             )
         filled = 0
         with torch.no_grad():

@@ -17,74 +17,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import shutil
-import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minidist.checkpoint.saving import CheckpointError, Saving, States, refuse_parts
 from minidist.checkpoint.shards import ShardReader, Shards, boxes_to_write
 from minidist.checkpoint.snapshot import LOADABLE, snapshot
-from minidist.errors import MinidistError
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
 
 
-class CheckpointError(MinidistError):
-    """A checkpoint could not be written or read; the message names the file and the rank."""
-
-
-class Stateful(Protocol):
-    """A model, an optimizer, a scheduler, a scaler, a sampler, ..."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-States = Mapping[str, Stateful]
-
-
-class Saving:
-    """A save under way in the background."""
-
-    def __init__(self, work: Callable[[], Path]) -> None:
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint")
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Path]) -> None:
-        try:
-            self._path = work()
-        except BaseException as error:
-            self._error = error
-
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, timeout_s: float = 600.0) -> Path:
-        """The checkpoint's folder, once it is complete; raises what went wrong."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise CheckpointError(f"saving had not ended after {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
-
-
 class Checkpoints:
     """The checkpoints of one run.
 
-    Every rank makes one, calls the same methods in the same order, and sees the same folder. In a
-    program without a process group it works alone.
+    Every rank makes one after `init_process_group`, calls the same methods in the same order, and
+    sees the same folder. In a program without a process group it works alone.
 
     Args:
         directory: made if it is not there.
@@ -123,16 +80,18 @@ class Checkpoints:
         """Write the checkpoint of `step`; returns its folder on every rank.
 
         Args:
-            step: a checkpoint of the same step is replaced.
-            shared: state that is the same on every rank; rank 0's is written.
+            step: the same on every rank; a checkpoint of this step is replaced.
+            shared: state that is the same on every rank; rank 0's is written. Every rank takes it,
+                so that a `state_dict` may be collective.
             local: state that differs from rank to rank, e.g. random numbers.
             sharded: name -> `Shard` (or several): this rank's parts of global tensors.
 
         Raises:
             CheckpointError: on every rank, if any rank failed, also if a state holds a value that
-                could not be read again (`snapshot`). Earlier checkpoints are untouched.
+                could not be read again (`snapshot`), or ranks give different steps or see other
+                folders. Earlier checkpoints are untouched.
         """
-        self._finish_saving()
+        step = self._begin(step)
         return self._save_files(step, self._snapshot(shared, local, sharded, copy=False))
 
     def save_async(
@@ -144,17 +103,34 @@ class Checkpoints:
         sharded: Shards | None = None,
     ) -> Saving:
         """As `save`, but only a copy in memory is made now. One save is under way at a time."""
-        self._finish_saving()
+        step = self._begin(step)
         write = self._snapshot(shared, local, sharded, copy=True)
         self._saving = Saving(lambda: self._save_files(step, write))
         return self._saving
 
     def save_files(self, step: int, write: Callable[[Path], None]) -> Path:
         """Let `write(folder)` write files on every rank; make a checkpoint of them."""
-        self._finish_saving()
+        step = self._begin(step)
         return self._save_files(step, write)
 
+    def _begin(self, step: int) -> int:
+        """Before a save: no other is under way, and all ranks agree on the step."""
+        self._finish_saving()
+        given = self._together("save", lambda: operator.index(step))
+        if min(given) != max(given) or given[0] < 0:
+            raise CheckpointError(
+                f"could not save: expected one step, at least 0, on all ranks, got {given}",
+                rank=self.rank,
+            )
+        return given[0]
+
     def _finish_saving(self) -> None:
+        if self.group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CheckpointError(
+                f"{self.directory}: this object was made before init_process_group, so every rank "
+                "would read and write as if it were alone; make it after",
+                rank=dist.get_rank(),
+            )
         before, self._saving = self._saving, None
         if before is not None:
             before.wait()
@@ -162,14 +138,17 @@ class Checkpoints:
     def _snapshot(
         self, shared: States | None, local: States | None, sharded: Shards | None, *, copy: bool
     ) -> Callable[[Path], None]:
-        states = [("local", local)] + ([("shared", shared)] if self.rank == 0 else [])
         files: dict[str, Any] = {}
 
         def take() -> None:
-            for kind, parts in states:
-                if parts is not None:
+            for name, part in (shared or {}).items():
+                refuse_parts(name, part)
+            for kind, parts in (("local", local), ("shared", shared)):
+                if parts is None:
+                    continue
+                taken = {part: each.state_dict() for part, each in parts.items()}
+                if kind == "local" or self.rank == 0:
                     name = "shared.pt" if kind == "shared" else f"local-{self.rank}.pt"
-                    taken = {part: each.state_dict() for part, each in parts.items()}
                     files[name] = snapshot(taken, kind, copy=copy)
 
         self._together("take the states", take)
@@ -195,6 +174,14 @@ class Checkpoints:
             if self.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
+
+        def write_here() -> None:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder} is not there, which rank 0 has just made: every rank needs the same "
+                    "directory, on a disk that all of them see"
+                )
+            write(folder)
 
         def digest() -> dict[str, Any]:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -225,7 +212,7 @@ class Checkpoints:
 
         try:
             self._together(f"open {folder}", open_folder)
-            self._together(f"write {folder}", lambda: write(folder))
+            self._together(f"write {folder}", write_here)
             digests = self._together(f"read back {folder}", digest)
             self._together(f"complete {folder}", commit)
         except CheckpointError:
@@ -302,6 +289,8 @@ class Checkpoints:
         step, folder = found
 
         def read() -> None:
+            for name, part in (shared or {}).items():
+                refuse_parts(name, part)
             saved_by = json.loads((folder / MANIFEST).read_text())["world_size"]
             own = local if saved_by == self.world_size else None
             if local and not own and not any_world_size:

@@ -7,6 +7,7 @@ from typing import Any
 
 from minidist.kernel.cell import Cell
 from minidist.kernel.client import Client
+from minidist.kernel.stray import Stray
 
 # Limit of output outside of cells (threads, widgets): bytes between two cells.
 MAX_STRAY_BYTES = 4 * 1024 * 1024
@@ -18,6 +19,7 @@ MAX_INPUTS, MAX_INPUT_BYTES = 1000, 64 * 1024
 # in a cell.
 MAX_REPLY_BYTES = 8 * 1024 * 1024
 MAX_READ_BYTES = 64 * 1024 * 1024
+_PRINTED = ("stream", "display_data")
 _TOO_LARGE = {
     "status": "error",
     "ename": "ReplyTooLarge",
@@ -39,6 +41,7 @@ class Inbox:
         self.cell: Cell | None = None
         self._client, self._send = client, send
         self._pending: dict[str, tuple[str, list[bytes], dict[str, Any]]] = {}
+        self._stray = Stray(client.publish)
         self._stray_left = MAX_STRAY_BYTES
 
     def end_cell(self) -> None:
@@ -90,10 +93,12 @@ class Inbox:
         if cell is None or message["parent_header"].get("msg_id") != cell.msg_id:
             size = sum(map(len, frames))
             starting = kind == "status" and not message["parent_header"]
-            if rank == 0 and size <= self._stray_left and not starting:
-                self._unpack(message)  # raises if it is not JSON: the notebook could not read it
+            if size <= self._stray_left and not starting and (rank == 0 or kind in _PRINTED):
+                content = self._unpack(message)  # raises if it is no JSON, which nobody could read
                 self._stray_left -= size
-                self._client.forward("iopub", frames)
+                if rank == 0:
+                    self._client.forward("iopub", frames)
+                self._stray.add(rank, kind, content, message["parent_header"])
             return
         if rank not in cell.ranks:
             return

@@ -175,7 +175,7 @@ def synchronises(model: nn.Module) -> bool:
 
 def accumulate_step(
     model: nn.Module,
-    micro_batches: Sequence[T],
+    micro_batches: Iterable[T],
     loss_fn: Callable[[nn.Module, T], Tensor],
     optimizer: torch.optim.Optimizer,
     *,
@@ -214,6 +214,7 @@ def accumulate_step(
         )
     # Agree on the sum of weights.
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+    micro_batches = list(micro_batches)
     weights = [1.0] * len(micro_batches) if weights is None else weights
     device = next(model.parameters()).device
     total = _total_weight(len(micro_batches), weights, device, world_size, group)

@@ -51,7 +51,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidist.device import by_dtype_and_device
+from minidist.errors import named_rank
 from minidist.precision.clip import refuse_pieces
+from minidist.unsupported import Unsupported
+
+HOLDERS = Unsupported(
+    "LocalSGD, DiLoCo",
+    "optimisers that average gradients or hold the weights themselves (ShardedOptimizer, "
+    "Zero2Optimizer, MasterWeights)",
+    instead="use an optimiser of torch, over parameters in fp32 and with autocast",
+)
 
 
 @torch.no_grad()
@@ -125,6 +134,10 @@ class LocalSGD:
                 "gradients in every backward"
             )
         refuse_pieces(module.parameters(), type(self).__name__)
+        if hasattr(optimizer, "prepare_gradients"):
+            raise HOLDERS.error(
+                f"got {type(optimizer).__name__} on {named_rank(group)}", where=type(self).__name__
+            )
         self.module = module
         self.optimizer = optimizer
         self.period = period
@@ -203,7 +216,8 @@ class DiLoCo(LocalSGD):
     3. All ranks go on from the result. The inner optimiser (AdamW in the paper) keeps its state.
 
     With `outer_lr=1` and `outer_momentum=0` this is `LocalSGD`. A rank keeps two more numbers per
-    parameter: the parameters at the last meeting, and the momentum.
+    parameter, in at least fp32: the parameters at the last meeting, and the momentum. Rounded to 16
+    bits, small outer steps would be lost.
 
     Args:
         module, optimizer, group: as `LocalSGD`.
@@ -211,7 +225,8 @@ class DiLoCo(LocalSGD):
         outer_lr, outer_momentum: of the outer optimiser; the defaults are the paper's.
 
     Raises:
-        ValueError: as `LocalSGD`, or the outer optimiser's numbers are out of range.
+        ValueError: as `LocalSGD`, or the outer optimiser's numbers are out of range; at a step:
+            the trainable parameters are others than at first.
     """
 
     def __init__(
@@ -231,7 +246,10 @@ class DiLoCo(LocalSGD):
             )
         super().__init__(module, optimizer, period, group=group)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._met_at = [p.detach().clone() for p in self._parameters]
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self._parameters]
+        self._met_at = [
+            p.detach().to(dtype, copy=True) for p, dtype in zip(self._parameters, wide, strict=True)
+        ]
         self.outer = torch.optim.SGD(
             self._met_at, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
         )
@@ -239,6 +257,13 @@ class DiLoCo(LocalSGD):
 
     def step(self) -> None:
         """One inner step, and an outer one if it is due. All ranks must call it."""
+        now = {id(p) for p in self.module.parameters() if p.requires_grad}
+        if now != {id(p) for p in self._parameters}:
+            raise ValueError(
+                f"DiLoCo: {len(now)} parameters are trainable and {len(self._parameters)} were "
+                f"when it was made on {named_rank(self.group)}; the others would never meet: make "
+                "it after adding, freezing or unfreezing"
+            )
         self._steps_apart += 1
         super().step()
 
@@ -248,7 +273,8 @@ class DiLoCo(LocalSGD):
         if self._steps_apart == 0:
             return
         for before, now in zip(self._met_at, self._parameters, strict=True):
-            before.grad = before - now
+            # From where the inner steps began, which is rounded if the parameters have 16 bits.
+            before.grad = before.to(now.dtype).to(before.dtype) - now
         moved = [before.grad for before in self._met_at if before.grad is not None]
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
         self.sent_bytes += average_tensors([*moved, *buffers], self.group)

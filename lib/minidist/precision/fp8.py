@@ -142,7 +142,8 @@ class DelayedScale:
 
     Args:
         format: "fp8_e4m3" or "fp8_e5m2".
-        history: number of tensors that are remembered.
+        history: number of tensors that are remembered. Those without a largest number are not:
+            zeros, which any scale suits, and tensors with inf or NaN, which would spoil the next.
     """
 
     def __init__(self, format: str = "fp8_e4m3", history: int = 16) -> None:
@@ -153,8 +154,9 @@ class DelayedScale:
         """Round x with the largest scale of the tensors before; the first with its own."""
         own = self.scaling.scales_of(x)
         used = torch.stack(list(self._scales) or [own]).amax(0)
-        self._scales.append(own)
-        return quantize(x, self.scaling, used)
+        if x.numel() and own.isfinite().all() and (x != 0).any():
+            self._scales.append(own)
+        return quantize(x, self.scaling, used.expand_as(own))
 
 
 # ------------------------------------------------------------------------------------------ layers
@@ -189,7 +191,12 @@ def fp8_product(a: Tensor, b: Tensor, of_a: BlockScaling, of_b: BlockScaling) ->
 
     Blocks lie along K, the dimension that is summed over: each has one scale for its part of a sum.
     """
-    return quantize(a, of_a).numbers() @ quantize(b, of_b).numbers().T
+    return _matmul(quantize(a, of_a).numbers(), quantize(b, of_b).numbers().T)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # which would round the sums to 16 bits
+        return a @ b
 
 
 class _Linear(torch.autograd.Function):
@@ -203,10 +210,11 @@ class _Linear(torch.autograd.Function):
         kept = quantize(x, recipe.activations)
         ctx.save_for_backward(kept.values, kept.scales, weight)
         ctx.recipe = recipe
-        return kept.numbers() @ quantize(weight, recipe.weights).numbers().T
+        return _matmul(kept.numbers(), quantize(weight, recipe.weights).numbers().T)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,), recipe = grads, ctx.recipe
         values, scales, weight = ctx.saved_tensors
         x = Scaled(values=values, scales=scales, scaling=recipe.activations).numbers()
@@ -220,7 +228,8 @@ class Fp8Linear(nn.Module):
     """A linear layer whose products have fp8 inputs. It takes over the layer's own parameters.
 
     Parameters and their gradients stay in the parameters' dtype (fp32): they are the master
-    weights. The bias is added in fp32.
+    weights. The bias is added in fp32; the result has the dtype that the layer's would have. There
+    are no gradients of gradients.
 
     Args:
         linear: its weight and bias are used, not copied.
@@ -231,9 +240,12 @@ class Fp8Linear(nn.Module):
         self.weight, self.bias, self.recipe = linear.weight, linear.bias, recipe
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Any = _Linear.apply(x.flatten(0, -2), self.weight, self.recipe)
-        y = y.unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias
+        y: Any = _Linear.apply(x.reshape(-1, x.shape[-1]), self.weight, self.recipe)
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
+        y = y if self.bias is None else y + self.bias
+        kind = x.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        return y.to(torch.get_autocast_dtype(kind) if autocast else x.dtype)
 
 
 def use_fp8(model: nn.Module, recipe: Fp8Recipe, *, skip: Iterable[str] = ("head",)) -> list[str]:
@@ -251,7 +263,7 @@ def use_fp8(model: nn.Module, recipe: Fp8Recipe, *, skip: Iterable[str] = ("head
     skipped = set(skip)
     changed = []
     for parent_name, parent in list(model.named_modules()):
-        for child_name, child in list(parent.named_children()):
+        for child_name, child in list(parent._modules.items()):  # also a layer with two names
             name = f"{parent_name}.{child_name}".lstrip(".")
             if type(child) is nn.Linear and name not in skipped:
                 setattr(parent, child_name, Fp8Linear(child, recipe))

@@ -32,9 +32,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from minidist.errors import named_rank
 from minidist.precision.clip import clip_by_global_norm, copy_note, shard_group
+
+_parameter_of: Any = WeakTensorKeyDictionary()  # of a master
+
+
+def parameters_of_masters(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """parameter -> its master, for those tensors that are masters of a `MasterWeights`."""
+    return {_parameter_of[each]: each for each in tensors if each in _parameter_of}
 
 
 class MasterWeights:
@@ -45,14 +53,16 @@ class MasterWeights:
     the step uses are those of the masters.
 
     Args:
-        parameters: of any floating-point dtype. fp32 parameters are copied as well; parameters
-            without `requires_grad` are ignored. They may be the pieces of a `Zero3` model.
-        make_optimizer: called with the list of masters.
+        parameters: of any floating-point dtype, or pairs of a name and a parameter. fp32 parameters
+            are copied as well, fp64 ones have fp64 masters; parameters without `requires_grad` are
+            ignored. They may be the pieces of a `Zero3` model.
+        make_optimizer: called with the list of masters, one for each trainable parameter. It can
+            make groups of them: `lambda p: AdamW([{"params": p[:9]}, {"params": p[9:], "lr": 0}])`.
 
     Raises:
-        ValueError: no trainable parameter, a parameter has no floating-point dtype, or the
-            optimizer is a sharded one, which has masters of its own; at a step: parameters were
-            unfrozen or moved to a different device after this call.
+        ValueError: no trainable parameter, the same one twice, groups, a parameter has no
+            floating-point dtype, or the optimizer is a sharded one, which has masters of its own;
+            at a step: parameters were unfrozen or moved to a different device after this call.
     """
 
     def __init__(
@@ -60,7 +70,7 @@ class MasterWeights:
         parameters: Iterable[torch.Tensor],
         make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     ) -> None:
-        parameters = list(parameters)
+        parameters = _listed(parameters)
         self.parameters = [p for p in parameters if p.requires_grad]
         self._frozen = [p for p in parameters if not p.requires_grad]
         if not self.parameters or not all(p.is_floating_point() for p in self.parameters):
@@ -68,9 +78,11 @@ class MasterWeights:
                 "MasterWeights: needs trainable floating-point parameters, got dtypes "
                 f"{sorted({str(p.dtype) for p in self.parameters})}"
             )
-        self.masters = [p.detach().float().clone().requires_grad_() for p in self.parameters]
+        wide = [p.detach().to(_master_dtype(p), copy=True) for p in self.parameters]
+        self.masters = [each.requires_grad_() for each in wide]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             copy_note(parameter, master)
+            _parameter_of[master] = parameter
         self.optimizer = make_optimizer(self.masters)
         if hasattr(self.optimizer, "master_dtype"):
             raise ValueError(
@@ -83,18 +95,23 @@ class MasterWeights:
         """The parameter groups of the optimiser over the masters."""
         return self.optimizer.param_groups
 
+    @property
+    def state(self) -> Any:
+        """The state of the optimiser over the masters."""
+        return self.optimizer.state
+
     @torch.no_grad()
     def prepare_gradients(self) -> None:
         """Move the gradients to the masters; add to gradients that a master already has.
 
         `step` calls this method. To accumulate in fp32, call it after the backward of each
-        micro-batch; `zero_grad` removes the sum.
+        micro-batch; `step` uses the sum up, and `zero_grad` removes it.
         """
         self._check()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.grad is None:
                 continue
-            gradient = parameter.grad.to(torch.float32, copy=True)
+            gradient = parameter.grad.to(master.dtype, copy=True)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -138,6 +155,15 @@ class MasterWeights:
         self.optimizer.step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Remove the masters' gradients: a step has used them, or they are not finite.
+
+        A loop that calls `model.zero_grad()` does not reach them.
+        """
+        for master in self.masters:
+            master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the gradients of parameters and masters."""
@@ -175,3 +201,25 @@ class MasterWeights:
         ):
             master.copy_(saved)
             parameter.copy_(master)
+
+
+def _listed(parameters: Iterable[Any]) -> list[Tensor]:
+    """The parameters, each once; raises ValueError if they are something else."""
+    listed = [each[1] if isinstance(each, tuple) else each for each in parameters]
+    other = next((each for each in listed if not isinstance(each, Tensor)), None)
+    if other is not None:
+        raise ValueError(
+            f"MasterWeights: expected parameters, got {type(other).__name__} on {named_rank()}; "
+            "groups are made of the masters, in make_optimizer"
+        )
+    if len({id(each) for each in listed}) < len(listed):
+        raise ValueError(
+            f"MasterWeights: {len(listed)} parameters, of which only "
+            f"{len({id(each) for each in listed})} are different ones, on {named_rank()}; give a "
+            "shared parameter once"
+        )
+    return listed
+
+
+def _master_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)

@@ -118,8 +118,10 @@ class GradScaler:
 
     # --- 1. scale -----------------------------------------------------------------------------
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale."""
+    def scale(self, loss: Any) -> Any:
+        """The loss times the scale; of a list or tuple of losses each one."""
+        if isinstance(loss, list | tuple):
+            return type(loss)(self.scale(each) for each in loss)
         # A scalar tensor on the CPU works with a loss on any device, without a synchronising copy.
         return loss * self._scale if self._enabled else loss
 
@@ -130,7 +132,8 @@ class GradScaler:
         """Divide the gradients of this optimiser's parameters by the scale. Once per step.
 
         If the optimiser has a method `prepare_gradients()`, `unscale_` calls it first, so that the
-        optimiser can fetch its gradients (see `MasterWeights`). If the gradients are not in the
+        optimiser can fetch its gradients (see `MasterWeights`); a skipped step calls its
+        `drop_gradients()`, if there is one. If the gradients are not in the
         parameters of `param_groups`, `held_parameters()` must return the tensors that have them,
         and `shards_gradients` tells whether ranks hold different gradients (see
         `ShardedOptimizer`).
@@ -170,7 +173,7 @@ class GradScaler:
                     "GradScaler.unscale_: got an fp16 parameter of shape "
                     f"{tuple(parameter.shape)}, expected fp32 (or MasterWeights){self._where()}"
                 )
-        gradients = list(_local_gradients(parameters))
+        gradients = [_dense(gradient) for gradient in _local_gradients(parameters)]
         found = self._divide(gradients)
         if self._group is not None:
             # One decision for the group. A rank without gradients must take part in the collective.
@@ -223,7 +226,11 @@ class GradScaler:
         if self._stages.get(id(optimizer), Stage.READY) is Stage.READY:
             self.unscale_(optimizer)
         self._stages[id(optimizer)] = Stage.STEPPED
-        return None if self._found_inf[id(optimizer)] else optimizer.step(**kwargs)
+        if not self._found_inf[id(optimizer)]:
+            return optimizer.step(**kwargs)
+        if hasattr(optimizer, "drop_gradients"):
+            optimizer.drop_gradients()
+        return None
 
     # --- 4. update ----------------------------------------------------------------------------
 
@@ -342,6 +349,13 @@ def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
         gradient: Any = parameter.grad
         if gradient is not None:
             yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """What has the elements of a gradient: of a sparse one its values, real numbers of complex
+    ones. Changes of it are changes of the gradient."""
+    gradient = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _extremes(alike: list[torch.Tensor]) -> torch.Tensor:

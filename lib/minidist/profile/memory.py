@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minidist.precision.clip import is_held_by_zero3
+from minidist.precision.master import MasterWeights
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "other"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)  # a storage moves only towards the front
@@ -95,14 +96,14 @@ class MemoryTracker(TorchDispatchMode):
 
     Args:
         model: its parameters and buffers count as "parameters".
-        optimizer: its state counts as "optimizer"; None if there is none.
+        optimizer: its state counts as "optimizer", as do its masters; None if there is none.
         keep_rows: True keeps a row per operation; False keeps only peaks and marks.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | MasterWeights | None = None,
         *,
         keep_rows: bool = True,
     ) -> None:
@@ -147,8 +148,10 @@ class MemoryTracker(TorchDispatchMode):
                 self._undo.append(handle.remove)
         if self._optimizer is not None:
             # Some sharding code sets `.grad` by hand, which calls no hook of the parameter.
-            before = self._optimizer.register_step_pre_hook(lambda *_: self._claim_gradients())
-            after = self._optimizer.register_step_post_hook(lambda *_: self._claim_state())
+            own = self._optimizer
+            stepping = own.optimizer if isinstance(own, MasterWeights) else own
+            before = stepping.register_step_pre_hook(lambda *_: self._claim_gradients())
+            after = stepping.register_step_post_hook(lambda *_: self._claim_state())
             self._undo += [before.remove, after.remove]
         saved = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda tensor: tensor)
         saved.__enter__()
@@ -202,11 +205,14 @@ class MemoryTracker(TorchDispatchMode):
                 self._live[entry.category] -= entry.num_bytes
 
     def _claim_gradients(self) -> None:
-        for parameter in self._model.parameters():
+        masters = getattr(self._optimizer, "masters", ())
+        for parameter in (*self._model.parameters(), *masters):
             if parameter.grad is not None:
                 self._claim(parameter.grad, "gradients")
 
     def _claim_state(self) -> None:
+        for master in getattr(self._optimizer, "masters", ()):
+            self._claim(master, "optimizer")
         for state in self._optimizer.state.values() if self._optimizer is not None else ():
             for value in tree_leaves(state):
                 if isinstance(value, Tensor):

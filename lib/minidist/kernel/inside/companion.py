@@ -11,11 +11,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 from minidist.kernel.inside import diagnose, recover
 from minidist.kernel.link import Link
 from minidist.processes.tree import kill_descendants
+
+_ENDS_WITHIN_S = 20.0
 
 
 class Companion(threading.Thread):
@@ -69,11 +72,16 @@ class Companion(threading.Thread):
         if do == "interrupt":
             # A second interrupt would break off the traceback of the first; an interrupt after the
             # end of the cell would break off the reply.
-            if not self._kernel.executing or diagnose.is_reporting(self._main):
+            # After a traceback, a loader ends its workers.
+            reported = time.monotonic() - self._kernel.interrupt_shown_s < _ENDS_WITHIN_S
+            if not self._kernel.executing or reported or diagnose.is_reporting(self._main):
                 return {"reporting": True}
             # Signal the main thread, so that a system call there is interrupted as well.
             if self._main.ident is not None:
+                self._kernel.interrupted = True
                 signal.pthread_kill(self._main.ident, signal.SIGINT)
+                # A cell that awaits is cancelled by its event loop, which sleeps until then.
+                self._loop.add_callback(lambda: None)
             return {"reporting": False}
         if do == "cut":
             return {"aborted": recover.abort_nccl(), "cut": recover.cut_sockets(self._inherited)}

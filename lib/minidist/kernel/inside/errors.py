@@ -1,10 +1,12 @@
-"""Errors whose traceback would be torch's own frames: a dead loader's worker, and an interrupt."""
+"""What is shown of errors: torch's own frames left out, and those that do not end a cell, too."""
 
 from __future__ import annotations
 
 import linecache
 import re
 import signal
+import sys
+import time
 from traceback import walk_tb
 from types import TracebackType
 from typing import Any
@@ -17,6 +19,38 @@ _WHY = (
     "A worker process of a DataLoader died, not this rank. If it was killed, memory has most often "
     "run out: try fewer workers, or smaller batches."
 )
+
+
+class Shown:
+    """Errors that IPython shows while a cell goes on: of a `_repr_html_`, or a cell in the cell.
+
+    The front shows the error that ends a cell, from the reply. The others are printed.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._shell, self._traces, self._last = shell, list[list[str]](), ("", "")
+        shell._showtraceback = self._show
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: list[str]) -> None:
+        type(self._shell)._showtraceback(self._shell, kind, error, trace)
+        if self._shell.kernel.executing:
+            self._traces.append(trace)
+            self._last = kind.__name__, str(error)
+            if kind is KeyboardInterrupt:
+                self._shell.kernel.interrupt_shown_s = time.monotonic()
+        else:  # of a widget's callback
+            print("\n".join(trace), file=sys.stderr)
+
+    def end(self, reply: dict[str, Any]) -> None:
+        """Prints the errors that are not the reply's."""
+        if reply.get("ename") == "NoneType":  # ipykernel, of a result that cannot be shown
+            reply["ename"], reply["evalue"] = self._last
+        if reply.get("ename") == "CancelledError" and self._shell.kernel.interrupted:  # it awaited
+            reply["ename"], reply["evalue"] = "KeyboardInterrupt", "the cell was interrupted"
+        for trace in self._traces:
+            if trace != reply.get("traceback"):
+                print("\n".join(trace), file=sys.stderr)
+        self._traces.clear()
 
 
 def explain_errors(shell: Any) -> None:

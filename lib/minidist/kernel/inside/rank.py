@@ -6,7 +6,9 @@ import contextlib
 import faulthandler
 import importlib
 import inspect
+import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,15 +20,18 @@ from typing import Any, ClassVar
 import zmq
 from ipykernel.iostream import IOPubThread
 from ipykernel.ipkernel import IPythonKernel
+from ipykernel.jsonutil import json_clean
 from ipykernel.kernelapp import IPKernelApp
+from jupyter_client.jsonutil import json_default
+from jupyter_client.session import json_packer
 from tornado.ioloop import IOLoop
 from traitlets.config import Config
 
 from minidist.kernel.inside import recover, rendezvous
 from minidist.kernel.inside.companion import Companion
 from minidist.kernel.inside.diagnose import collectives_started
-from minidist.kernel.inside.errors import explain_errors
-from minidist.kernel.inside.stream import BoundedStream
+from minidist.kernel.inside.errors import Shown, explain_errors
+from minidist.kernel.inside.stream import BoundedStream, make_usable
 from minidist.kernel.link import Link, socket_name
 from minidist.processes.calls import at_terminate, recorder
 from minidist.processes.fork_server import reseed_numpy
@@ -47,6 +52,8 @@ class RankKernel(IPythonKernel):
     collectives_before = 0
     cells_begun: ClassVar[list[tuple[int, str]]] = []  # when, in ns, and the cell's name
     executing = False  # whether there is a cell to interrupt
+    interrupted = False  # whether it was
+    interrupt_shown_s = -math.inf  # when the traceback of this was last written, by time.monotonic
 
     async def do_execute(  # type: ignore[override]
         self,
@@ -72,12 +79,12 @@ class RankKernel(IPythonKernel):
         self.collectives_before = collectives_started()
         self.cells_begun.append((time.time_ns(), f"In[{ours.get('count') or self.cell_id}]"))
         rendezvous.new_cell(self.cell_id)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, BoundedStream):
-                stream.new_cell(f"In{ours.get('count') or self.cell_id}")
-        self.executing = True
+        for stream in BoundedStream.of_rank:
+            stream.new_cell(f"In{ours.get('count') or self.cell_id}")
+        shown = Shown(shell)
+        self.executing, self.interrupted, self.interrupt_shown_s = True, False, -math.inf
         try:
-            return await super().do_execute(
+            reply = await super().do_execute(
                 code,
                 silent,
                 store_history,
@@ -86,11 +93,13 @@ class RankKernel(IPythonKernel):
                 cell_meta=cell_meta,
                 cell_id=cell_id,
             )
+            shown.end(reply)
+            return reply
         finally:
             self.executing = False
-            for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, BoundedStream):
-                    stream.end_cell()
+            make_usable()
+            for stream in BoundedStream.of_rank:
+                stream.end_cell()
 
     # ipykernel inspects the signature for every cell.
     do_execute.__signature__ = inspect.signature(do_execute)  # type: ignore[attr-defined]
@@ -183,11 +192,21 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     app.transport = "ipc"
     app.session.key = config["key"]
     app.session.signature_scheme = config["signature_scheme"]
+    app.session.pack = _pack
     app.initialize([])
     app.shell.ask_exit = _refuse_exit
     explain_errors(app.shell)
     app.log.setLevel(logging.WARNING)  # lower levels are shown nowhere, but writing them takes time
     return app
+
+
+def _pack(message: Any) -> bytes:
+    """JSON of a message, with "?" for half a character, as names of files may have."""
+    try:
+        return json_packer(message)
+    except UnicodeEncodeError:
+        text = json.dumps(json_clean(message), default=json_default, ensure_ascii=False)
+        return text.encode("utf-8", "replace")
 
 
 def _refuse_exit() -> None:

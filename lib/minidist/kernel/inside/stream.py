@@ -7,11 +7,18 @@ are shown as well. A redrawn line (a progress bar) counts once.
 
 from __future__ import annotations
 
+import array
+import codecs
 import collections
 import contextlib
+import fcntl
 import os
 import re
+import select
+import sys
+import termios
 import threading
+import time
 import zlib
 from collections.abc import Generator
 from typing import Any, ClassVar
@@ -29,6 +36,9 @@ MAX_FILE_BYTES = 256 * 1024 * 1024
 _PROFILER = re.compile(r"^USDT:[^\n]*\] profiler_(?:start|stop)\n?", re.M)
 # Files kept per stream; older files are removed, so that a notebook cannot fill a disk.
 MAX_FILES = 4
+# Bytes that C code or a program has written that are printed at once, and how long a cell waits for
+# this when it ends: longer only if something writes without end.
+_PIPE_BYTES, _DRAIN_S = 64 * 1024, 0.5
 # After this many changes between stdout and stderr in a cell, a change no longer sends the text of
 # the previous stream at once.
 MAX_CHANGES = 2000
@@ -43,6 +53,7 @@ class BoundedStream(OutStream):
 
     folder: str | None = None
     rank = 0
+    of_rank: ClassVar[list[BoundedStream]] = []  # whatever sys.stdout and sys.stderr are now
     _sending: ClassVar[Any] = threading.RLock()  # one stream at a time
     _last: ClassVar[BoundedStream | None] = None  # the one printed to last
     _changes: ClassVar[int] = 0
@@ -56,9 +67,43 @@ class BoundedStream(OutStream):
         # send what its parent has printed.
         os.register_at_fork(after_in_child=self._renew_locks)
         super().__init__(*arguments, **options)
+        BoundedStream.of_rank.append(self)
+
+    def close(self) -> None:
+        """Does not close what the next cells print to."""
+        self.flush()
+
+    def _watch_pipe_fd(self) -> None:
+        """Print what C code and programs that a cell starts write to the file descriptor.
+
+        ipykernel's own decodes each kilobyte by itself, and so cuts characters in two.
+        """
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        assert self._fid is not None
+        try:
+            poller = select.poll()
+            poller.register(self._fid, select.POLLIN | select.POLLHUP)
+            while poller.poll():
+                with self._pipe_lock:
+                    data = os.read(self._fid, _PIPE_BYTES)
+                    self.write(decode(data))
+                if not data:
+                    return
+                os.write(self._original_stdstream_copy, data)
+        except Exception:
+            self._exc = sys.exc_info()
+
+    def drain(self) -> None:
+        """Wait until what was written to the file descriptor so far is printed."""
+        left, end_s = array.array("i", [1]), time.monotonic() + _DRAIN_S
+        while self._fid is not None and left[0] and time.monotonic() < end_s:
+            with self._pipe_lock:
+                fcntl.ioctl(self._fid, termios.FIONREAD, left)
+            time.sleep(0.001 if left[0] else 0)
 
     def _renew_locks(self) -> None:
         self._bound_lock = threading.RLock()
+        self._pipe_lock = threading.Lock()
         BoundedStream._sending, BoundedStream._last = threading.RLock(), None
 
     def _forget(self, cell: str) -> None:
@@ -187,3 +232,24 @@ class BoundedStream(OutStream):
         # Called a few times a second: drops the drawings that were overwritten since the last call.
         for parent, data in super()._flush_buffers():
             yield parent, fold(data)
+
+
+def make_usable() -> None:
+    """After a cell: put streams back that it has closed or replaced by something else.
+
+    The kernel flushes both before it replies, and would not reply if it could not.
+    """
+    for stream in BoundedStream.of_rank:
+        try:
+            getattr(sys, stream.name).flush()
+        except Exception as error:
+            setattr(sys, stream.name, stream)
+            stream.write(
+                f"[sys.{stream.name} could not be used any more ({error}); it is the notebook's "
+                "again]\n"
+            )
+    for original in (sys.__stdout__, sys.__stderr__):  # has a buffer of its own
+        with contextlib.suppress(Exception):
+            original.flush()  # pyright: ignore[reportOptionalMemberAccess]
+    for stream in BoundedStream.of_rank:
+        stream.drain()

@@ -13,6 +13,7 @@ Error feedback: Karimireddy et al., arXiv 1901.09847.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -201,6 +202,14 @@ class Compressor:
             named: pairs of a name and a segment's key, e.g. `model.named_parameters()`.
         """
         named = list(named)
+        kept = {key for values in self._tables().values() for key in values}
+        if kept and not kept & {key for _, key in named}:
+            warnings.warn(
+                f"{type(self).__name__}.state_dict: it keeps something for {len(kept)} keys, and "
+                f"none of them has a name here on {named_rank()}: pass the keys of the segments "
+                '("flat" without segments), or what was not sent is lost',
+                stacklevel=2,
+            )
         return {
             table: {
                 name: value.clone() if isinstance(value, torch.Tensor) else value

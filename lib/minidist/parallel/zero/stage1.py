@@ -235,8 +235,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._copy_hyperparameters(self.inner.param_groups, self.param_groups)
         # 3. gather
         self._gather_parameters()
-        self._averaged = self._handed_over = False
+        self.drop_gradients()
         return loss
+
+    def drop_gradients(self) -> None:
+        """After a step, or a skipped one: the next begins with new gradients."""
+        self._averaged = self._handed_over = False
 
     def _check_unchanged(self) -> None:
         """Raises ValueError if parameters are no longer of the dtype and device of their bucket."""
@@ -298,6 +302,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def shards_gradients(self) -> bool:
         """Whether ranks hold different gradients in a step, and so must decide together."""
         return self._keeps_shards and self.world_size > 1
+
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether `state_dict` is another on every rank (`Checkpoints` asks)."""
+        return self.world_size > 1
 
     @property
     def _keeps_shards(self) -> bool:

@@ -83,6 +83,7 @@ class Zero2Optimizer(ShardedOptimizer):
     ) -> None:
         self.reduce_dtype = reduce_dtype
         self._sync = True
+        self._used = False  # a step has used the shards of gradients
         self._next = 0  # bucket to send next
         self._missing: dict[int, int] = {}  # bucket -> gradients not seen in this backward
         self._running: weakref.ref[Any] | None = None  # dies with the backward that collects
@@ -207,6 +208,8 @@ class Zero2Optimizer(ShardedOptimizer):
         if self._sync:
             self._send_full_buckets()
             # 3. keep
+            if self._used:  # `model.zero_grad()` does not reach the shards
+                self._clear_shards()
             for bucket in self.buckets:
                 self._keep(bucket)
         self._missing, self._next = {}, 0
@@ -218,6 +221,20 @@ class Zero2Optimizer(ShardedOptimizer):
             if has_gradient:
                 gradient = row[piece.offset : piece.offset + piece.numel]
                 mine.grad = gradient if mine.grad is None else mine.grad.add_(gradient)
+
+    def drop_gradients(self) -> None:
+        """After a step, or a skipped one: the next backward begins new shards."""
+        super().drop_gradients()
+        self._used = True
+
+    def _clear_shards(self, set_to_none: bool = True) -> None:
+        self._used = False
+        for bucket in self.buckets:
+            for mine in bucket.pieces:
+                if set_to_none:
+                    mine.grad = None
+                elif mine.grad is not None:
+                    mine.grad.zero_()
 
     def reduce_gradients(self) -> None:
         """Does nothing, because backward has reduced; raises if gradients were never averaged."""
@@ -238,8 +255,4 @@ class Zero2Optimizer(ShardedOptimizer):
             self._missing = {}
         for bucket in self.buckets:
             bucket.gradients.clear()
-            for mine in bucket.pieces:
-                if set_to_none:
-                    mine.grad = None
-                elif mine.grad is not None:
-                    mine.grad.zero_()
+        self._clear_shards(set_to_none)
