@@ -354,11 +354,9 @@ def _optimizer(stage: nn.Module) -> torch.optim.Optimizer:
 
 
 def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after a few steps; there are gradients before the first one."""
+    """The parameters after a few steps."""
     stage = parts.make_stage(inputs, context)
     optimizer = _optimizer(stage)
-    for p in stage.parameters():
-        p.grad = torch.ones_like(p)
     for number in range(STEPS):
         given = parts.arguments(stage, inputs, context, number)
         train_step(given[0], optimizer, *given[1:])

@@ -109,7 +109,7 @@ LAB = Lab(
         _vocab(name="btp_embedding", title="the embedding", points=4, draw=vocab.draw_embedding,
                observe=vocab.observe_embedding, judge=vocab.judge_embedding, **_after_slices),
         _vocab(name="btp_loss", title="the loss, from parts of the logits", points=4,
-               draw=vocab.draw_loss, observe=vocab.observe_columns, judge=vocab.judge_loss,
+               draw=vocab.draw_loss, observe=vocab.observe_cut, judge=vocab.judge_loss,
                **_after_embedding),
         _vocab(name="btp_loss_gradient", title="the gradient of the logits", points=3,
                draw=vocab.draw_loss, observe=vocab.observe_gradient, judge=vocab.judge_gradient,

@@ -153,11 +153,6 @@ def tensor(array: np.ndarray, context: Context, *, grad: bool = False) -> torch.
     return torch.from_numpy(np.array(array)).to(context.device).requires_grad_(grad)
 
 
-def turned(value: torch.Tensor) -> torch.Tensor:
-    """The same numbers in other memory, in which the first and the last dimension are swapped."""
-    return value.transpose(0, -1).contiguous().transpose(0, -1)
-
-
 def numbers(value: Any) -> np.ndarray:
     """A tensor of the student as an array; an empty array if the value is no tensor."""
     if not isinstance(value, torch.Tensor):

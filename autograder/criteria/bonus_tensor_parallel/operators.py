@@ -7,12 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.bonus_tensor_parallel.model import (
-    numbers,
-    tensor,
-    turned,
-    wrong_answer,
-)
+from autograder.criteria.bonus_tensor_parallel.model import numbers, tensor, wrong_answer
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
@@ -31,17 +26,11 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe(operator: Any, inputs: Values, context: Context) -> Values:
-    """Output and input gradient, and the arguments after both passes.
-
-    The last two arguments and gradients are not contiguous, as those of a transposed tensor.
-    """
+    """Output and input gradient, and the arguments after both passes."""
     answer: Values = {}
     for i in range(sum(name[0] == "x" for name in inputs)):
-        x, gradient = (
-            turned(tensor(inputs[f"{k}{i}"], context)) if i else tensor(inputs[f"{k}{i}"], context)
-            for k in "xg"
-        )
-        x.requires_grad_()
+        x = tensor(inputs[f"x{i}"], context, grad=True)
+        gradient = tensor(inputs[f"g{i}"], context)
         y = operator(x)
         answer[f"y{i}"] = numbers(y)
         y.backward(gradient)

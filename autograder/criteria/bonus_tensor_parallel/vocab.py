@@ -109,10 +109,10 @@ def draw_stable(source: Draw) -> list[Values]:
     return [a | {"low": b["logits"]} for a, b in zip(high, low, strict=True)]
 
 
-def observe_columns(cross_entropy: Any, inputs: Values, context: Context) -> Values:
-    """The loss of logits that are not contiguous: columns of a larger tensor."""
-    wide = tensor(np.concatenate([inputs["logits"]] * 2, axis=-1), context)
-    logits = wide[..., : inputs["logits"].shape[-1]].requires_grad_()
+def observe_cut(cross_entropy: Any, inputs: Values, context: Context) -> Values:
+    """The loss of logits that are not contiguous: the last tokens have been cut off."""
+    longer = tensor(np.concatenate([inputs["logits"]] * 2, axis=1), context)
+    logits = longer[:, : inputs["logits"].shape[1]].requires_grad_()
     targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
     answer = {"loss": numbers(cross_entropy(logits, targets)), "logits": numbers(logits)}
     return answer | {"targets": targets.cpu().numpy()}
