@@ -89,14 +89,9 @@ def make_groups(inputs: Values, parameters: list[nn.Parameter]) -> list[dict[str
 
 
 def backward(parameters: list[nn.Parameter], inputs: Values, step: int, micro: int = 0) -> None:
-    """A backward pass that gives each parameter this rank's gradient, if the rank has one.
-
-    Backward begins with the last parameter, or with the first one if inputs["turned"] names the
-    micro-batch: then a group's gradients come in the order of its list.
-    """
+    """A backward pass that gives each parameter this rank's gradient, if the rank has one."""
     terms = []
-    numbered = list(enumerate(parameters))
-    for i, parameter in numbered[::-1] if micro in inputs.get("turned", ()) else numbered:
+    for i, parameter in enumerate(parameters):
         name = f"c{step}/{micro}/{i}"
         if parameter.requires_grad and name in inputs:
             factor = torch.from_numpy(np.array(inputs[name])).to(parameter.device)

@@ -321,12 +321,9 @@ def judge_accumulate(case: Case) -> list[Finding]:
 
 
 def draw_order(draw: Draw) -> list[Values]:
-    """Three groups; rank, step and micro-batch decide which group lacks some or all gradients.
-
-    In the second micro-batch the gradients come in the order of the list, the first one first.
-    """
+    """Three groups; rank, step and micro-batch decide which group lacks some or all gradients."""
     groups = [(FIRST, {}), (SECOND, {}), ([(5, 3), (4,)], {})]
-    inputs = harness.draw_training(draw, groups, 2, 2, turned=[1])
+    inputs = harness.draw_training(draw, groups, 2, 2)
     ends = [int(n) for n in np.cumsum(inputs[0]["counts"])]
     for rank in range(draw.world_size):
         for step in range(2):
