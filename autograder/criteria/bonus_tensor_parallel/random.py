@@ -113,11 +113,12 @@ def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Value
     stream = make_stream(inputs["seed"])
     masks = [_mask(context)]
     with stream.fork():
-        for _ in range(context.rank + 1):
+        answer["begun"] = _mask(context).astype(np.int64)
+        for _ in range(context.rank):
             _mask(context)
     masks.append(_mask(context))
     with stream.fork():
-        _mask(context)
+        answer["gone on"] = _mask(context).astype(np.int64)
     masks.append(_mask(context))
     try:
         with stream.fork():
@@ -153,9 +154,15 @@ def judge_outside(case: Case) -> list[Finding]:
                 ]
             if not np.array_equal(used[rank], used[0]):
                 return [Finding("the masks outside differ from rank 0's.", rank)]
-    failed, following = _masks(case, "failed"), _masks(case, "next")
+    begun, gone_on, failed, following = (
+        _masks(case, name) for name in ("begun", "gone on", "failed", "next")
+    )
+    if begun is None or gone_on is None or failed is None or following is None:
+        return [Finding("F.dropout inside fork() did not draw masks.")]
     for rank in range(case.world_size):
-        if failed is None or following is None or _same(failed[rank], following[rank]):
+        if _same(begun[rank], gone_on[rank]):
+            continue  # it always begins again: `judge_inside` says so
+        if _same(failed[rank], following[rank]):
             return [
                 Finding(
                     "an error left a fork() after it had drawn a mask, and the next fork() draws "
