@@ -551,7 +551,7 @@ with demo("tasks 2 and 4"):
 # Expected: a loss of about 1.1, and a ratio of 1.0000 on every rank.
 #
 # First the values. The checks below disregard a factor that all gradients share: the loss has
-# checks of its own.
+# checks of its own. Most of them compute in float64, so that nothing is left to rounding.
 
 # %% check="pipe_gradients"
 check("pipe_gradients", run_pipeline)

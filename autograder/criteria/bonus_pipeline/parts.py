@@ -45,10 +45,16 @@ def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
     return inputs
 
 
-def draw_widths(draw: Draw) -> list[int]:
-    """The width of the input, and the width after each stage."""
-    widths = draw.shared("widths").integers(4, 12, draw.world_size + 1)
-    return [int(w) + i % 2 for i, w in enumerate(widths)]
+def draw_widths(draw: Draw, *, equal: bool = False) -> list[int]:
+    """The width of the input, and the width after each stage.
+
+    Unless they are `equal`, neighbours have different widths. So a student who takes the shape of
+    one for that of the other fails only the criterion with different ones.
+    """
+    widths = draw.shared("widths").integers(2, 6, draw.world_size + 1) + 2 * equal
+    if equal:
+        return [int(widths[0])] * len(widths)
+    return [2 * int(w) + i % 2 for i, w in enumerate(widths)]
 
 
 def add_case(
@@ -87,7 +93,20 @@ def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tupl
     def buffer(i: int) -> torch.Tensor:
         return torch.full((sizes[i], width), 1e3, dtype=DTYPE, device=context.device)
 
-    return stage, schedule, cut("x"), cut("y"), oracle.mse, None if context.rank == 0 else buffer
+    targets, loss_fn = cut("y"), oracle.mse
+    if targets is not None and "repeats" in case:
+        pairs = zip(targets, case["repeats"], strict=True)
+        targets = [target.repeat_interleave(r, 1).unflatten(1, (-1, r)) for target, r in pairs]
+        loss_fn = _mse_of_repeats
+    return stage, schedule, cut("x"), targets, loss_fn, None if context.rank == 0 else buffer
+
+
+def _mse_of_repeats(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`oracle.mse` of [n, width] and [n, width, repeats], in which each number is repeated.
+
+    A target has more numbers than its samples, and how many more differs by micro-batch.
+    """
+    return oracle.mse(output.unsqueeze(-1).expand_as(target), target)
 
 
 def gradients_of(stage: nn.Module, number: int) -> Values:

@@ -23,13 +23,20 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 def draw_cut(draw: Draw) -> list[Values]:
-    """Layers of different costs, where equal layer counts make bad stages; and two easy cases."""
+    """Layers of different costs, where equal layer counts make bad stages; and some easy cases.
+
+    Half of the costs are whole numbers, the others fractions far below one, without rounding.
+    """
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
         cases: list[list[Any]] = [[[3, 1, 2], 1], [[5, 1, 1, 1], 4]]
-        while len(cases) < 8:
-            costs = [int(c) for c in rng.integers(1, 30, int(rng.integers(6, 13)))]
+        # Sums that are as equal as possible (2, 4, 7) are another cut than the cheapest (6, 6, 1).
+        k = int(rng.integers(2, 9))
+        cases.append([[2 * k, 4 * k, 6 * k, k], 3])
+        while len(cases) < 9:
+            unit = 1 if len(cases) < 6 else 1 / 1024
+            costs = [unit * int(c) for c in rng.integers(1, 30, int(rng.integers(6, 13)))]
             if rng.random() < 0.5:
                 costs[-1] *= 4  # a head with a large vocabulary
             stages = int(rng.integers(2, 6))
@@ -41,7 +48,7 @@ def draw_cut(draw: Draw) -> list[Values]:
     return inputs
 
 
-def least_cost(costs: list[int], stages: int) -> int:
+def least_cost(costs: list[float], stages: int) -> float:
     """The cost of the most expensive stage of the best cut, by dynamic programming."""
     sums = np.concatenate([[0], np.cumsum(costs)])
     best = [float(s) for s in sums]
@@ -53,7 +60,7 @@ def least_cost(costs: list[int], stages: int) -> int:
             )
             for i in range(len(sums))
         ]
-    return int(best[-1])
+    return best[-1]
 
 
 def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
@@ -81,7 +88,7 @@ def judge_cut(case: Case) -> Iterator[Finding]:
                 break
 
 
-def _cut_problem(got: Any, costs: list[int], stages: int) -> str | None:
+def _cut_problem(got: Any, costs: list[float], stages: int) -> str | None:
     pairs = _pairs(got)
     if pairs is None:
         return "expected a list of pairs (begin, end)."
@@ -100,8 +107,8 @@ def _cut_problem(got: Any, costs: list[int], stages: int) -> str | None:
     least = least_cost(costs, stages)
     if max(sums) > least:
         return (
-            f"the stages cost {sums}. The dearest sets the pace of all: {max(sums)} here, but "
-            f"{least} is possible."
+            f"the stages cost {sums}. The dearest sets the pace of all: {max(sums):g} here, but "
+            f"{least:g} is possible."
         )
     return None
 

@@ -52,7 +52,7 @@ def draw_gradients(draw: Draw) -> list[Values]:
 def draw_orders(draw: Draw) -> list[Values]:
     """1F1B, GPipe with backwards in reverse order, one micro-batch at a time, a random order."""
     rng, n = draw.shared(), draw.world_size
-    inputs = parts.draw_stages(draw, parts.draw_widths(draw))
+    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     size, m = int(rng.integers(2, 5)), n + 2
     parts.add_case(inputs, draw, _one_f_one_b(draw, m), [size] * m)
     back = gpipe_of(m)[:m] + gpipe_of(m)[m:][::-1]
@@ -99,18 +99,21 @@ def judge_gradients(case: Case) -> list[Finding]:
 def draw_scale(draw: Draw) -> list[Values]:
     """Micro-batches of equal size: 3 of them, and 3 more than stages."""
     rng = draw.shared()
-    inputs = parts.draw_stages(draw, parts.draw_widths(draw))
+    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     for m in (3, draw.world_size + 3):
         parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [int(rng.integers(2, 5))] * m)
     return inputs
 
 
 def draw_uneven(draw: Draw) -> list[Values]:
-    """Micro-batches of different sizes."""
+    """Micro-batches of different sizes; a sample's target is repeated, as often as drawn."""
     rng = draw.shared()
-    inputs = parts.draw_stages(draw, parts.draw_widths(draw))
+    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     sizes = [int(s) for s in rng.permutation([1, 2, 4, 7])]
     parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(len(sizes))), sizes)
+    repeats = [int(r) for r in rng.permutation([1, 2, 3, 5])]
+    for values in inputs:
+        values["cases"][0]["repeats"] = repeats
     return inputs
 
 
@@ -204,7 +207,7 @@ def judge_loss(case: Case) -> list[Finding]:
 
 def draw_accumulate(draw: Draw) -> list[Values]:
     """One call, and gradients that exist before it."""
-    inputs = parts.draw_stages(draw, parts.draw_widths(draw))
+    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     m = draw.world_size + 1
     parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [3] * m)
     for rank, values in enumerate(inputs):
@@ -266,20 +269,20 @@ VOCABULARY, TOKENS = 11, 3
 
 
 def draw_tokens(draw: Draw) -> list[Values]:
-    """Integers as input for an embedding in the first stage; float32 between the stages."""
+    """Integers (int32) for an embedding in the first stage; float32 between the stages."""
     n = draw.world_size
-    inputs = parts.draw_stages(draw, [VOCABULARY, *parts.draw_widths(draw)[1:n], VOCABULARY])
+    inputs = parts.draw_stages(draw, [VOCABULARY] * (n + 1))
     m = n + 1
     parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [2] * m)
     rng = draw.shared("tokens")
     shape = (2 * m, TOKENS)
-    inputs[0]["x/0"] = rng.integers(0, VOCABULARY, shape)
+    inputs[0]["x/0"] = rng.integers(0, VOCABULARY, shape, dtype=np.int32)
     inputs[-1]["y/0"] = rng.integers(0, VOCABULARY, shape)
     return inputs
 
 
 class _TokenStage(nn.Module):
-    """An embedding on the first rank, a linear layer on each."""
+    """An embedding on the first rank, which is frozen, and a linear layer on each."""
 
     def __init__(self, values: Values, is_first: bool, is_last: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -289,6 +292,7 @@ class _TokenStage(nn.Module):
             with torch.no_grad():
                 eye = torch.eye(VOCABULARY, dtype=dtype)
                 self.embedding.weight.copy_(eye + 0.1 * eye.roll(1, 0))
+            self.embedding.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x if self.embedding is None else self.embedding(x))
@@ -337,7 +341,7 @@ STEPS, LR = 4, 0.02
 
 def draw_train(draw: Draw) -> list[Values]:
     """Several steps, each with a batch of its own."""
-    inputs = parts.draw_stages(draw, parts.draw_widths(draw))
+    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     m = draw.world_size + 2
     for _ in range(STEPS):
         parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [3] * m)

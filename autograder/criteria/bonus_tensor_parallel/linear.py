@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +60,10 @@ def observe_slices(classes: Any, inputs: Values, context: Context) -> Values:
         with torch.no_grad():  # the part must be a copy that does not change with the whole layer
             full.weight.zero_()
             full.bias.zero_()
+        whole = weakref.ref(full.weight)
+        del full
+        gc.collect()
+        answer[f"{kind} keeps"] = whole() is not None
         answer[f"{kind}.w"], answer[f"{kind}.b"] = numbers(layer.weight), numbers(layer.bias)
         parameters = list(layer.parameters())
         answer[f"{kind} count"] = sum(parameter.numel() for parameter in parameters)
@@ -102,6 +108,14 @@ def judge_slices(case: Case) -> list[Finding]:
                         f"{kind.title()}ParallelLinear has {str(held)[:20]} numbers in its "
                         f"parameters, expected {wanted}: weight and bias are its nn.Parameters, "
                         "and nothing else.",
+                        rank,
+                    )
+                )
+            elif answer.get(f"{kind} keeps") is not False:
+                findings.append(
+                    Finding(
+                        f"{kind.title()}ParallelLinear keeps the whole layer alive: its weight is "
+                        "still there after the last other reference to it has gone.",
                         rank,
                     )
                 )

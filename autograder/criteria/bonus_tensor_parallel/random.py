@@ -113,25 +113,31 @@ def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Value
     stream = make_stream(inputs["seed"])
     masks = [_mask(context)]
     with stream.fork():
-        for _ in range(context.rank + 1):
+        answer["begun"] = _mask(context).astype(np.int64)
+        for _ in range(context.rank):
             _mask(context)
     masks.append(_mask(context))
     with stream.fork():
-        _mask(context)
+        answer["gone on"] = _mask(context).astype(np.int64)
     masks.append(_mask(context))
     try:
         with stream.fork():
-            _mask(context)
+            answer["failed"] = _mask(context).astype(np.int64)
             raise KeyError("an error inside")
     except KeyError:
         masks.append(_mask(context))
+    with stream.fork():
+        answer["next"] = _mask(context).astype(np.int64)
     for i, (a, b) in enumerate(zip(plain, masks, strict=True)):
         answer |= {f"plain{i}": a.astype(np.int64), f"used{i}": b.astype(np.int64)}
     return answer
 
 
 def judge_outside(case: Case) -> list[Finding]:
-    """Requires the same masks on all ranks, whatever was drawn inside fork()."""
+    """Requires the same masks on all ranks, whatever was drawn inside fork(), and an error there.
+
+    The stream itself goes on after the error.
+    """
     found = [(_masks(case, f"plain{i}"), _masks(case, f"used{i}")) for i in range(4)]
     for i, (plain, used) in enumerate(found):
         if plain is None or used is None:
@@ -148,6 +154,22 @@ def judge_outside(case: Case) -> list[Finding]:
                 ]
             if not np.array_equal(used[rank], used[0]):
                 return [Finding("the masks outside differ from rank 0's.", rank)]
+    begun, gone_on, failed, following = (
+        _masks(case, name) for name in ("begun", "gone on", "failed", "next")
+    )
+    if begun is None or gone_on is None or failed is None or following is None:
+        return [Finding("F.dropout inside fork() did not draw masks.")]
+    for rank in range(case.world_size):
+        if _same(begun[rank], gone_on[rank]):
+            continue  # it always begins again: `judge_inside` says so
+        if _same(failed[rank], following[rank]):
+            return [
+                Finding(
+                    "an error left a fork() after it had drawn a mask, and the next fork() draws "
+                    "the same one: the stream goes on where the last fork() stopped.",
+                    rank,
+                )
+            ]
     return []
 
 
@@ -186,6 +208,10 @@ def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
             for training in (False, True):
                 block.train(training)
                 answer[f"{name} {training}"] = numbers(block(x) - x)
+        layers["up"].weight.zero_()
+        for each, value in (("out", 3.0), ("down", 7.0)):
+            layers[each].bias.fill_(value)
+        answer["both True"] = numbers(block(x) - x)
     return answer
 
 
@@ -246,6 +272,14 @@ def _judge_block_of(
                     "the rest doubled) before it is added to x.",
                     rank,
                 )
+                return
+        both = answer.get("both True")
+        if not is_floats(both) or len(np.unique(np.round(both))) < 4:
+            yield Finding(
+                "what attention returns and what the MLP returns were dropped in the same places: "
+                "each has a mask of its own.",
+                rank,
+            )
 
 
 def _is_dropped(whole: Any, dropped: Any) -> bool:

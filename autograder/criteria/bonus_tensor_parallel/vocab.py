@@ -26,7 +26,7 @@ def draw_embedding(source: Draw) -> list[Values]:
     """Two tables, tokens from every rank's part, a gradient; the same on all ranks."""
     rng, n = source.shared(), source.world_size
     size = n * PER_RANK
-    tokens = np.concatenate([rng.permutation(size), rng.integers(0, size, size)]).reshape(4, -1)
+    tokens = np.concatenate([rng.permutation(size), rng.integers(0, size, size)]).reshape(2, 2, -1)
     values: Values = {
         "table": rng.normal(size=(size, WIDTH)),
         "other": rng.normal(size=(size, WIDTH)),
@@ -109,16 +109,21 @@ def draw_stable(source: Draw) -> list[Values]:
     return [a | {"low": b["logits"]} for a, b in zip(high, low, strict=True)]
 
 
-def observe_loss(cross_entropy: Any, inputs: Values, context: Context) -> Values:
-    """The loss, and the logits' gradient of the loss times a factor."""
+def observe_cut(cross_entropy: Any, inputs: Values, context: Context) -> Values:
+    """The loss of logits that are not contiguous: the last tokens have been cut off."""
+    longer = tensor(np.concatenate([inputs["logits"]] * 2, axis=1), context)
+    logits = longer[:, : inputs["logits"].shape[1]].requires_grad_()
+    targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
+    answer = {"loss": numbers(cross_entropy(logits, targets)), "logits": numbers(logits)}
+    return answer | {"targets": targets.cpu().numpy()}
+
+
+def observe_gradient(cross_entropy: Any, inputs: Values, context: Context) -> Values:
+    """The logits' gradient of the loss times a factor."""
     logits = tensor(inputs["logits"], context, grad=True)
     targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
-    loss = cross_entropy(logits, targets)
-    answer: Values = {"loss": numbers(loss)}
-    (loss * inputs["factor"]).backward()
-    answer |= {"grad": numbers(logits.grad), "logits": numbers(logits)}
-    answer["targets"] = targets.cpu().numpy()
-    return answer
+    (cross_entropy(logits, targets) * inputs["factor"]).backward()
+    return {"grad": numbers(logits.grad)}
 
 
 def observe_stable(cross_entropy: Any, inputs: Values, context: Context) -> Values:

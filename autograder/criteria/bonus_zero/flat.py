@@ -20,6 +20,7 @@ SHAPES = (
     ((7,),),
     ((2, 2), (0,), (3, 1, 2), ()),
     ((4, 6), (9,), (1,)),
+    ((0,),),
 )
 PARTS = (1, 2, 3, 4, 5, 8)
 
@@ -33,13 +34,17 @@ def draw_flat(draw: Draw) -> list[Values]:
             chosen = [int(parts) for parts in rng.choice(PARTS, size=3, replace=False)]
             if len(shapes) == 1:
                 chosen[0] = int(rng.choice([1, 7]))  # one tensor of 7 numbers: needs no padding
-            for parts in chosen:
+            for place, parts in enumerate(chosen):
                 number = len(cases)
+                dtype = str(rng.choice(["float32", "float64"]))
+                if shapes is SHAPES[0] and place == 0:
+                    # Numbers that a padding of another dtype would turn into float32.
+                    parts, dtype = int(rng.choice([4, 5, 8])), "float16"
                 cases.append(
                     {
                         "shapes": [list(shape) for shape in shapes],
                         "parts": parts,
-                        "dtype": str(rng.choice(["float32", "float64"])),
+                        "dtype": dtype,
                         "turned": bool(rng.integers(2)),
                     }
                 )
@@ -195,8 +200,9 @@ def observe_groups(trainable_groups: Any, inputs: Values, context: Context) -> V
     told: list[Any] = []
     unchanged = True
     for case in inputs["cases"]:
-        # All parameters hold the same numbers: only their identity distinguishes them.
-        parameters = [nn.Parameter(torch.ones(2)) for _ in range(COUNT)]
+        # All parameters hold the same numbers, and half of them none, which have no address, too:
+        # only their identity distinguishes them.
+        parameters = [nn.Parameter(torch.ones(2 * (1 - i % 2))) for i in range(COUNT)]
         for i in inputs["frozen"]:
             parameters[i].requires_grad_(False)
         number_of = {id(p): i for i, p in enumerate(parameters)}

@@ -63,8 +63,23 @@ def _train_zero1(zero: Any, inputs: Values) -> list[float]:
     return _train(zero, inputs, torch.optim.AdamW, 1, 1)
 
 
-def _train_zero2(zero: Any, inputs: Values) -> list[float]:
-    return _train(zero, inputs, torch.optim.SGD, 2, MICRO_BATCHES)
+def _train_zero2(zero: Any, inputs: Values) -> Values:
+    losses = _train(zero, inputs, torch.optim.SGD, 2, MICRO_BATCHES)
+    return {"losses": losses, "left": _left_after_backward(zero)}
+
+
+def _left_after_backward(zero: Any) -> int:
+    """How many p.grad there are after backward and before reduce(), if all gradients have come.
+
+    The first group's gradient comes before the last group's, for which it has to wait.
+    """
+    first, last = (nn.Parameter(torch.ones(7)) for _ in range(2))
+    optimizer = zero([{"params": [first]}, {"params": [last]}], torch.optim.SGD, lr=0.1)
+    late, early = (2.0 * last).sum(), (3.0 * first).sum()  # backward begins with what came last
+    (late + early).backward()
+    left = sum(p.grad is not None for p in (first, last))
+    optimizer.reduce()
+    return left
 
 
 def _train(zero: Any, inputs: Values, kind: Any, stage: int, micro_batches: int) -> list[float]:
@@ -108,7 +123,10 @@ def judge_zero1(case: Case) -> Iterator[Finding]:
 
 
 def judge_zero2(case: Case) -> Iterator[Finding]:
-    """Requires that training ends within the memory limit and changes the loss."""
+    """Requires that training ends within the memory limit and changes the loss.
+
+    If all gradients come in backward, no p.grad may be left after it, in whatever order they come.
+    """
     return _judge(
         case,
         2,
@@ -150,5 +168,12 @@ def _judge(case: Case, stage: int, hint: str) -> Iterator[Finding]:
             yield Finding(
                 f"the loss of this rank's batch before and after {STEPS} steps: expected two "
                 f"numbers that differ, got {str(losses)[:80]}.",
+                rank,
+            )
+        elif stage == 2 and result.get("left") != 0:
+            yield Finding(
+                f"two groups, of which the first has its gradient first: {result.get('left')} "
+                "p.grad are there after backward, before reduce(); expected none. Once a group has "
+                "gone, those before it may be complete already, and go at once.",
                 rank,
             )

@@ -13,8 +13,11 @@ from autograder.criteria.common.answers import item_of
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-# Kind of the shares, and max_norm relative to their norm; below 1 the shares have to be scaled.
+# Kind of the shares, and max_norm relative to their norm, up to JITTER, which makes no factor a
+# round number; below 1 the shares have to be scaled.
+JITTER = (0.93, 1.07)
 KINDS = (
+    ("all", 0.0),
     ("all", 0.3),
     ("all", 1.5),
     ("not on rank 0", 0.5),
@@ -56,7 +59,8 @@ def draw(source: Draw) -> list[Values]:
     limits = []
     for number, i in enumerate(order):
         norm = math.sqrt(sum(_square(values, number) for values in per_rank))
-        limits.append(norm * KINDS[i][1] or 1.0)
+        factor = KINDS[i][1] * float(source.shared("jitter").uniform(*JITTER))
+        limits.append(norm * factor if norm else 1.0)
     return [values | {"limits": limits} for values in per_rank]
 
 

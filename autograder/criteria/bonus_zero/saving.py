@@ -184,7 +184,8 @@ def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Fi
 
 def draw_reshard(draw: Draw) -> list[Values]:
     """Gradients for the steps before the checkpoint only; the same on all ranks."""
-    groups = [(FIRST, {}), (TINY, {}), (SECOND, {})]
+    one_each: tuple[tuple[int, ...], ...] = ((draw.world_size,),)  # a shard of one number per rank
+    groups = [(FIRST, {}), (TINY, {}), (one_each, {}), (SECOND, {})]
     inputs = harness.draw_training(draw, groups, BEFORE)
     for values in inputs[1:]:
         values.update({k: v for k, v in inputs[0].items() if k.startswith("c")})

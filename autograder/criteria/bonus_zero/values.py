@@ -105,14 +105,19 @@ def draw_adamw(draw: Draw) -> list[Values]:
 
 
 def observe_adamw(zero: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after each step; the optimiser gets an iterator of parameters."""
+    """The parameters after each step; the optimiser gets an iterator of parameters.
+
+    Besides, whether views that were taken before the first step have the last numbers.
+    """
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(iter(parameters), torch.optim.AdamW, **QUICK)
     answer: Values = {}
+    views = [p.detach() for p in parameters]
     for step in range(inputs["steps"]):
         _step(optimizer, parameters, inputs, step)
         answer |= harness.arrays_of(parameters, f"p{step}/")
-    return answer
+    pairs = zip(views, parameters, strict=True)
+    return answer | {"in place": all(torch.equal(view, p.detach()) for view, p in pairs)}
 
 
 def _step(optimizer: Any, parameters: Any, inputs: Values, step: int) -> None:
@@ -124,8 +129,20 @@ def _step(optimizer: Any, parameters: Any, inputs: Values, step: int) -> None:
 
 
 def judge_adamw(case: Case) -> list[Finding]:
-    """Requires one process's result; AdamW's steps do not depend on a factor in the gradient."""
-    return _judge_history(case, harness.trained(case, torch.optim.AdamW, QUICK), _why_adamw)
+    """Requires one process's result, written in place.
+
+    AdamW's steps do not depend on a factor in the gradient.
+    """
+    findings = _judge_history(case, harness.trained(case, torch.optim.AdamW, QUICK), _why_adamw)
+    return findings or [
+        Finding(
+            "a view that was taken of a parameter before the first step() has old numbers: step() "
+            "writes the shards into the parameters, in place.",
+            rank,
+        )
+        for rank, answer in enumerate(case.answers)
+        if answer.get("in place") is not True
+    ]
 
 
 def _judge_history(
