@@ -356,7 +356,7 @@ check("pipe_kept", peak_kept)
 # - `idle_seconds(num_stages, num_micro_batches, forward_s, backward_s)`: the same per rank in
 #   seconds.
 # - `micro_batches_for(num_stages, most_bubble)`: the smallest number of micro-batches, at least 1,
-#   whose bubble is a share of `most_bubble` or less.
+#   whose bubble is a share of `most_bubble` (above 0) or less.
 #
 # Some papers divide the idle time by the *busy* time, and get $(P - 1) / M$. With few micro-batches
 # that is more than one. It is a ratio, not a share.
