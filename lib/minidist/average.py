@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from minidist.errors import named_rank
-from minidist.precision.clip import shard_group
-from minidist.precision.master import parameters_of_masters
+from minidist.precision.clip import parameters_of_masters, shard_group
 
 
 class WeightAverage:

@@ -31,6 +31,7 @@ PIECES = Unsupported(
 # Not an attribute of the tensor: a group cannot be pickled.
 _groups: Any = WeakTensorKeyDictionary()
 _whole: Any = WeakTensorKeyDictionary()
+_parameter_of: Any = WeakTensorKeyDictionary()  # of a master copy
 
 
 def note_shard_group(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -45,9 +46,15 @@ def note_whole(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 def copy_note(tensor: Tensor, master: Tensor) -> None:
     """What was noted of a parameter holds for its master copy, too."""
+    _parameter_of[master] = tensor
     for notes in (_groups, _whole):
         if tensor in notes:
             notes[master] = notes[tensor]
+
+
+def parameters_of_masters(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """parameter -> its master, for those tensors that are masters of a `MasterWeights`."""
+    return {_parameter_of[each]: each for each in tensors if each in _parameter_of}
 
 
 def counts_here(tensor: Tensor, group: dist.ProcessGroup) -> bool:

@@ -32,17 +32,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from minidist.errors import named_rank
 from minidist.precision.clip import clip_by_global_norm, copy_note, shard_group
-
-_parameter_of: Any = WeakTensorKeyDictionary()  # of a master
-
-
-def parameters_of_masters(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """parameter -> its master, for those tensors that are masters of a `MasterWeights`."""
-    return {_parameter_of[each]: each for each in tensors if each in _parameter_of}
 
 
 class MasterWeights:
@@ -82,7 +74,6 @@ class MasterWeights:
         self.masters = [each.requires_grad_() for each in wide]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             copy_note(parameter, master)
-            _parameter_of[master] = parameter
         self.optimizer = make_optimizer(self.masters)
         if hasattr(self.optimizer, "master_dtype"):
             raise ValueError(

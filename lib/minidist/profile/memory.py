@@ -47,7 +47,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minidist.precision.clip import is_held_by_zero3
-from minidist.precision.master import MasterWeights
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "other"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)  # a storage moves only towards the front
@@ -96,14 +95,15 @@ class MemoryTracker(TorchDispatchMode):
 
     Args:
         model: its parameters and buffers count as "parameters".
-        optimizer: its state counts as "optimizer", as do its masters; None if there is none.
+        optimizer: its state counts as "optimizer", as do its masters (`MasterWeights`); None if
+            there is none.
         keep_rows: True keeps a row per operation; False keeps only peaks and marks.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | MasterWeights | None = None,
+        optimizer: Any = None,
         *,
         keep_rows: bool = True,
     ) -> None:
@@ -148,8 +148,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._undo.append(handle.remove)
         if self._optimizer is not None:
             # Some sharding code sets `.grad` by hand, which calls no hook of the parameter.
-            own = self._optimizer
-            stepping = own.optimizer if isinstance(own, MasterWeights) else own
+            stepping = getattr(self._optimizer, "optimizer", self._optimizer)
             before = stepping.register_step_pre_hook(lambda *_: self._claim_gradients())
             after = stepping.register_step_post_hook(lambda *_: self._claim_state())
             self._undo += [before.remove, after.remove]
