@@ -12,13 +12,16 @@ from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
+from ipython_pygments_lexers import IPython3Lexer
 from matplotlib.figure import Figure
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from pages import problems_on_a_phone
+from pygments.token import Error
 from sources import SPHINX, corrections, write_sources
 
 from minidist import claims
+from minidist.kernel.highlight import highlight_rank_cells
 from minidist.plots import stills
 from minidist.widgets import explore
 
@@ -233,6 +236,15 @@ def test_table_and_teaching_notes_agree_how_long_a_lecture_takes():
         assert alone, path.name
         assert int(alone[1]) <= in_class[number], path.name
         assert abs(60 * hours[number] - in_class[number]) <= 15, path.name
+
+
+@pytest.mark.parametrize("folder", ["notebooks", "labs", "solutions"])
+def test_all_code_can_be_coloured(folder):
+    highlight_rank_cells()
+    for path in (ROOT / folder).rglob("*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            tokens = IPython3Lexer().get_tokens(cell.source) if cell.cell_type == "code" else ()
+            assert [text for kind, text in tokens if kind is Error] == [], cell.source
 
 
 def test_every_lecture_and_lab_is_on_the_course_map():

@@ -7,19 +7,27 @@ from typing import Any
 from ipython_pygments_lexers import IPython3Lexer
 from pygments.lexer import bygroups, using
 from pygments.lexers.python import PythonLexer
+from pygments.lexers.shell import BashLexer
 from pygments.token import Operator, Text
 
-_RULE: Any = (
-    r"(?s)(\s*)(%%ranks?)([^\n]*\n)(.*)",
-    bygroups(Text, Operator, Text, using(PythonLexer)),
-)
+_RANKS = r"(?s)(\s*)(%%ranks?)([^\n]*\n)"
+_RULES: list[Any] = [
+    (
+        rf"{_RANKS}(%%writefile [^\n]*\.py\n)(.*)",
+        bygroups(Text, Operator, *[Text] * 2, using(PythonLexer)),
+    ),
+    (rf"{_RANKS}(%%.*)", bygroups(Text, Operator, Text, Text)),  # in whatever language
+    (rf"{_RANKS}(.*)", bygroups(Text, Operator, Text, using(IPython3Lexer))),
+    # A command that goes on in the next line.
+    (r"(!)(?!=)((?:[^\n]*\\\n)+[^\n]*)(\n)", bygroups(Operator, using(BashLexer), Text)),
+]
 
 
 def highlight_rank_cells() -> None:
     """Tells pygments that such a cell is Python; below a magic that it does not know, it sees text.
 
-    Jupyter's tools take IPython's lexer by its class, so the rule is added there.
+    Jupyter's tools take IPython's lexer by its class, so the rules are added there.
     """
-    rules = IPython3Lexer.tokens["root"]
-    if _RULE not in rules:
-        rules.insert(0, _RULE)
+    known = IPython3Lexer.tokens["root"]
+    if _RULES[0] not in known:
+        known[:0] = _RULES
