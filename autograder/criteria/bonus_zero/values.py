@@ -95,7 +95,7 @@ def judge_reduce(case: Case) -> list[Finding]:
 
 # --- AdamW ---------------------------------------------------------------------------------------
 
-ADAMW = {"lr": LR, "weight_decay": 0.3, "eps": 1e-10}
+ADAMW = {"lr": LR, "weight_decay": 0.3, "eps": 1e-16}
 QUICK = ADAMW | {"lr": 0.2, "betas": (0.5, 0.8)}  # so that rounded gradients become visible
 
 
