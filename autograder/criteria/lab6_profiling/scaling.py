@@ -78,12 +78,18 @@ def judge_scaling(case: Case) -> Iterator[Finding]:
                 break
 
 
+def _by_size(rows: Any) -> dict[int, list[Any]]:
+    """Number of ranks -> the two values beside it, of those rows that can be read."""
+    return {
+        row[0]: row[1:]
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, list) and len(row) == 3 and isinstance(row[0], int)
+    }
+
+
 def _scaling_problem(rows: Any, drawn: Values) -> str | None:
     times, mode = dict(zip(drawn["sizes"], drawn["seconds"], strict=True)), drawn["mode"]
-    base, got = min(times), {}
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, list) and len(row) == 3 and isinstance(row[0], int):
-            got[row[0]] = row[1:]
+    base, got = min(times), _by_size(rows)
     for size in sorted(times):
         efficiency = times[base] / times[size]
         if mode == "strong":
@@ -186,10 +192,7 @@ def judge_report(case: Case) -> Iterator[Finding]:
 def _report_problem(rows: Any, lines: Sequence[Sequence[Any]]) -> str:
     rate = {(i, n): n * batch / seconds for i, n, batch, seconds in lines}
     sizes = sorted({n for _, n in rate})
-    got = {}
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, list) and len(row) == 3 and isinstance(row[0], int):
-            got[row[0]] = row[1:]
+    got = _by_size(rows)
     if sorted(got) != sizes:
         return f"expected rows for {sizes} ranks, got {sorted(got)}."
     for size in sizes:

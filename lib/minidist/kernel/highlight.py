@@ -14,7 +14,7 @@ _RANKS = r"(?s)(\s*)(%%ranks?)([^\n]*\n)"
 _RULES: list[Any] = [
     (
         rf"{_RANKS}(%%writefile [^\n]*\.py\n)(.*)",
-        bygroups(Text, Operator, *[Text] * 2, using(PythonLexer)),
+        bygroups(Text, Operator, Text, Text, using(PythonLexer)),
     ),
     (rf"{_RANKS}(%%.*)", bygroups(Text, Operator, Text, Text)),  # in whatever language
     (rf"{_RANKS}(.*)", bygroups(Text, Operator, Text, using(IPython3Lexer))),
