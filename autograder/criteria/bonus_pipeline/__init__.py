@@ -67,7 +67,7 @@ LAB = Lab(
             draw=values.draw_orders, judge=values.judge_gradients,
         ),
         _run_emulated(
-            name="pipe_tokens", title="integers in, float32 on the way", points=4,
+            name="pipe_tokens", title="integers in, float64 on the way", points=4,
             draw=values.draw_tokens, observe=values.observe_tokens, judge=values.judge_tokens,
         ),
         _run_emulated(

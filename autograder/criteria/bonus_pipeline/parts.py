@@ -14,16 +14,17 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-DTYPE = torch.float64
+# Ranks compute in float32; one criterion has float64. The oracle computes in float64.
+RTOL = oracle.RTOL["float32"]
 
 
 class Stage(nn.Module):
-    """tanh(W x + b), without the tanh on the last rank."""
+    """tanh(W x + b) in float64, without the tanh on the last rank."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray, is_last: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.from_numpy(weight.copy()).to(DTYPE))
-        self.bias = nn.Parameter(torch.from_numpy(bias.copy()).to(DTYPE))
+        self.weight = nn.Parameter(torch.from_numpy(weight).double())
+        self.bias = nn.Parameter(torch.from_numpy(bias).double())
         self.is_last = is_last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,8 +39,8 @@ def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
     for fan_in, fan_out in pairwise(widths):
         inputs.append(
             {
-                "w": rng.normal(0, fan_in**-0.5, (fan_out, fan_in)),
-                "b": rng.normal(0, 0.3, fan_out),
+                "w": rng.normal(0, fan_in**-0.5, (fan_out, fan_in)).astype(np.float32),
+                "b": rng.normal(0, 0.3, fan_out).astype(np.float32),
             }
         )
     return inputs
@@ -68,14 +69,15 @@ def add_case(
         values.setdefault("cases", []).append({"schedule": steps, "sizes": sizes})
     rng = draw.shared(f"data {number}")
     count = sum(sizes)
-    inputs[0][f"x/{number}"] = rng.normal(size=(count, inputs[0]["w"].shape[1]))
-    inputs[last][f"y/{number}"] = rng.normal(size=(count, inputs[last]["w"].shape[0]))
+    for rank, name, axis in ((0, "x", 1), (last, "y", 0)):
+        shape = (count, inputs[rank]["w"].shape[axis])
+        inputs[rank][f"{name}/{number}"] = rng.normal(size=shape).astype(np.float32)
 
 
 def make_stage(inputs: Values, context: Context) -> Stage:
-    """This rank's stage."""
+    """This rank's stage, in float32."""
     is_last = context.rank == context.world_size - 1
-    return Stage(inputs["w"], inputs["b"], is_last).to(context.device)
+    return Stage(inputs["w"], inputs["b"], is_last).to(context.device, torch.float32)
 
 
 def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tuple[Any, ...]:
@@ -91,7 +93,7 @@ def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tupl
         return list(whole.split(sizes))
 
     def buffer(i: int) -> torch.Tensor:
-        return torch.full((sizes[i], width), 1e3, dtype=DTYPE, device=context.device)
+        return torch.full((sizes[i], width), 1e3, device=context.device)
 
     targets, loss_fn = cut("y"), oracle.mse
     if targets is not None and "repeats" in case:
@@ -129,10 +131,10 @@ def solve(case: Case, number: int) -> tuple[float, list[np.ndarray]]:
     """Loss of the whole batch and each stage's flat gradient, computed in one process."""
     n = case.world_size
     stages = [Stage(values["w"], values["b"], r == n - 1) for r, values in enumerate(case.inputs)]
-    h = torch.from_numpy(case.inputs[0][f"x/{number}"])
+    h = torch.from_numpy(case.inputs[0][f"x/{number}"]).double()
     for stage in stages:
         h = stage(h)
-    loss = oracle.mse(h, torch.from_numpy(case.inputs[n - 1][f"y/{number}"]))
+    loss = oracle.mse(h, torch.from_numpy(case.inputs[n - 1][f"y/{number}"]).double())
     loss.backward()
     return loss.item(), [gradients_of(stage, 0)["g/0"] for stage in stages]
 
@@ -151,7 +153,7 @@ def scale_of(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def judge_direction(
-    case: Case, number: int, what: str, expected: list[np.ndarray], rtol: float
+    case: Case, number: int, what: str, expected: list[np.ndarray], rtol: float = RTOL
 ) -> list[Finding]:
     """Every rank's gradients are right up to one common factor, which other criteria check."""
     findings: list[Finding] = []
@@ -180,7 +182,7 @@ def judge_direction(
         ):
             why = "Do gradient, input and output belong to the same micro-batch?"
             own = scale_of(grads, expected[rank])
-            if own and np.abs(grads - own * expected[rank]).max() < 1e-6 * np.abs(grads).max():
+            if own and np.abs(grads - own * expected[rank]).max() < rtol * np.abs(grads).max():
                 why = f"They are {own / factor:.3g} times what they should be beside the last."
             findings.append(
                 Finding(f"{what}: the gradients are not those of the batch. {why}", rank)

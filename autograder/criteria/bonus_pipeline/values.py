@@ -25,8 +25,6 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-RTOL = 1e-9
-
 
 def _everywhere(draw: Draw, steps: list[Step]) -> list[list[Step]]:
     return [steps] * draw.world_size
@@ -88,7 +86,7 @@ def judge_gradients(case: Case) -> list[Finding]:
             what += ", in the order " + " ".join(
                 f"{kind[0].upper()}{i}" for kind, i in each["schedule"][:24]
             )
-        if findings := parts.judge_direction(case, number, what, expected, RTOL):
+        if findings := parts.judge_direction(case, number, what, expected):
             return findings
     return []
 
@@ -127,13 +125,13 @@ def judge_scale(case: Case) -> list[Finding]:
         if grads is None:
             return [Finding("no finite gradients came back.", last)]
         factor = parts.scale_of(grads, expected)
-        if abs(factor - 1) > 1e-6:
+        if abs(factor - 1) > parts.RTOL:
             why = ""
-            if abs(factor - m) < 1e-6 * m:
+            if abs(factor - m) < parts.RTOL * m:
                 why = f" Each micro-batch counts 1 / {m} of the batch: divide its loss by M."
-            elif abs(factor - 1 / m) < 1e-6:
+            elif abs(factor - 1 / m) < parts.RTOL / m:
                 why = " The loss was divided by M twice."
-            elif abs(factor * case.world_size - m) < 1e-6 * m:
+            elif abs(factor * case.world_size - m) < parts.RTOL * m:
                 why = " They were divided by the number of stages instead of micro-batches."
             return [
                 Finding(
@@ -154,7 +152,7 @@ def judge_uneven(case: Case) -> list[Finding]:
     if grads is None:
         return [Finding("no finite gradients came back.", last)]
     off = np.abs(grads - parts.scale_of(grads, expected) * expected).max()
-    if not grads.any() or off > 1e-8 * np.abs(grads).max():
+    if not grads.any() or off > parts.RTOL * np.abs(grads).max():
         return [
             Finding(
                 f"micro-batches of {sizes} samples: the gradients do not have the direction of the "
@@ -212,7 +210,9 @@ def draw_accumulate(draw: Draw) -> list[Values]:
     parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [3] * m)
     for rank, values in enumerate(inputs):
         rng = draw.private(rank)
-        values |= {f"before/{k}": rng.normal(size=values[k].shape) for k in ("w", "b")}
+        values |= {
+            f"before/{k}": rng.normal(size=values[k].shape).astype(np.float32) for k in ("w", "b")
+        }
     return inputs
 
 
@@ -243,7 +243,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
         along = expected[rank] / np.linalg.norm(expected[rank])
         rest = before - (before @ along) * along
         share = float(grads @ rest / (rest @ rest))
-        if abs(share - 1) > 1e-6:
+        if abs(share - 1) > parts.RTOL:
             yield Finding(
                 f"of the gradients that were there before the call, {share:.2g} times are there "
                 "after it: expected 1. run_pipeline adds to .grad; who calls it decides when to "
@@ -255,7 +255,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
             factor = parts.scale_of(added, expected[rank])
             off = np.abs(added - factor * expected[rank]).max()
             # The rounding error comes from `before`, which may be far larger than what was added.
-            if not 1e-6 < factor < 1e6 or off > 1e-8 * np.abs(grads).max():
+            if not 1e-6 < factor < 1e6 or off > parts.RTOL * np.abs(grads).max():
                 yield Finding(
                     "gradients were there before the call, and what it has added to them does not "
                     "have the direction of the batch's gradients.",
@@ -269,7 +269,7 @@ VOCABULARY, TOKENS = 11, 3
 
 
 def draw_tokens(draw: Draw) -> list[Values]:
-    """Integers (int32) for an embedding in the first stage; float32 between the stages."""
+    """Integers (int32) for an embedding in the first stage; float64 between the stages."""
     n = draw.world_size
     inputs = parts.draw_stages(draw, [VOCABULARY] * (n + 1))
     m = n + 1
@@ -282,15 +282,15 @@ def draw_tokens(draw: Draw) -> list[Values]:
 
 
 class _TokenStage(nn.Module):
-    """An embedding on the first rank, which is frozen, and a linear layer on each."""
+    """An embedding on the first rank, which is frozen, and a linear layer on each; in float64."""
 
-    def __init__(self, values: Values, is_first: bool, is_last: bool, dtype: torch.dtype) -> None:
+    def __init__(self, values: Values, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.linear = parts.Stage(values["w"], values["b"], is_last).to(dtype)
-        self.embedding = nn.Embedding(VOCABULARY, VOCABULARY, dtype=dtype) if is_first else None
+        self.linear = parts.Stage(values["w"], values["b"], is_last)
+        self.embedding = nn.Embedding(VOCABULARY, VOCABULARY).double() if is_first else None
         if self.embedding is not None:
             with torch.no_grad():
-                eye = torch.eye(VOCABULARY, dtype=dtype)
+                eye = torch.eye(VOCABULARY, dtype=torch.float64)
                 self.embedding.weight.copy_(eye + 0.1 * eye.roll(1, 0))
             self.embedding.requires_grad_(False)
 
@@ -305,12 +305,12 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def observe_tokens(run_pipeline: Any, inputs: Values, context: Context) -> Values:
     """The gradients of a stage; the first stage has an embedding."""
     is_last = context.rank == context.world_size - 1
-    stage = _TokenStage(inputs, context.rank == 0, is_last, torch.float32).to(context.device)
+    stage = _TokenStage(inputs, context.rank == 0, is_last).to(context.device)
     given = list(parts.arguments(stage, inputs, context, 0))
     sizes, width = inputs["cases"][0]["sizes"], inputs["w"].shape[1]
 
     def buffer(i: int) -> torch.Tensor:
-        return torch.zeros(sizes[i], TOKENS, width, device=context.device)
+        return torch.zeros(sizes[i], TOKENS, width, dtype=torch.float64, device=context.device)
 
     given[4:] = [_token_loss, None if context.rank == 0 else buffer]
     run_pipeline(*given)
@@ -321,8 +321,7 @@ def judge_tokens(case: Case) -> list[Finding]:
     """The gradients are those of one process in float64, up to a common factor."""
     n = case.world_size
     stages = [
-        _TokenStage(values, rank == 0, rank == n - 1, torch.float64)
-        for rank, values in enumerate(case.inputs)
+        _TokenStage(values, rank == 0, rank == n - 1) for rank, values in enumerate(case.inputs)
     ]
     h = torch.from_numpy(case.inputs[0]["x/0"])
     for stage in stages:
@@ -330,13 +329,13 @@ def judge_tokens(case: Case) -> list[Finding]:
     _token_loss(h, torch.from_numpy(case.inputs[-1]["y/0"])).backward()
     expected = [parts.gradients_of(stage, 0)["g/0"] for stage in stages]
     return parts.judge_direction(
-        case, 0, "tokens in, an embedding in the first stage", expected, oracle.RTOL["float32"]
+        case, 0, "tokens in, an embedding in the first stage", expected, oracle.RTOL["float64"]
     )
 
 
 # --- training ------------------------------------------------------------------------------------
 
-STEPS, LR = 4, 0.02
+STEPS, LR = 4, 0.3
 
 
 def draw_train(draw: Draw) -> list[Values]:
@@ -349,8 +348,17 @@ def draw_train(draw: Draw) -> list[Values]:
 
 
 def _optimizer(stage: nn.Module) -> torch.optim.Optimizer:
-    # A common factor of all gradients does not change Adam's steps; `pipe_scale` checks it.
-    return torch.optim.AdamW(stage.parameters(), lr=LR, eps=1e-12)
+    """SGD with steps of length LR, whatever factor the gradients have: `pipe_scale` checks it."""
+    optimizer = torch.optim.SGD(stage.parameters(), lr=LR)
+
+    def normalise(*_: Any) -> None:
+        grads = [p.grad for p in stage.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads).clamp(min=1e-30)
+        for grad in grads:
+            grad /= norm
+
+    optimizer.register_step_pre_hook(normalise)
+    return optimizer
 
 
 def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
@@ -368,12 +376,13 @@ def judge_train(case: Case) -> Iterator[Finding]:
     n = case.world_size
     stages = [parts.Stage(v["w"], v["b"], rank == n - 1) for rank, v in enumerate(case.inputs)]
     model = nn.Sequential(*stages)
-    optimizer = _optimizer(model)
+    optimizers = [_optimizer(stage) for stage in stages]
     for number in range(STEPS):
-        optimizer.zero_grad()
-        x = torch.from_numpy(case.inputs[0][f"x/{number}"])
-        oracle.mse(model(x), torch.from_numpy(case.inputs[-1][f"y/{number}"])).backward()
-        optimizer.step()
+        model.zero_grad()
+        x, y = case.inputs[0][f"x/{number}"], case.inputs[-1][f"y/{number}"]
+        oracle.mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
     for rank, answer in enumerate(case.answers):
         for i, p in enumerate(stages[rank].parameters()):
             got = answer.get(f"p{i}")
