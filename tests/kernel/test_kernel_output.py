@@ -110,6 +110,21 @@ def test_figures_of_other_ranks_are_folded_below(kernel: Kernel) -> None:
     assert "data:image/png;base64,iVBOR" in other["data"]["text/html"]
 
 
+def test_what_each_process_draws_anew_is_no_difference(kernel: Kernel) -> None:
+    """Ids and the date in an SVG, the address in a repr: the same figure, the same object."""
+    code = (
+        "import io\nfrom IPython.display import SVG\nfrom matplotlib.figure import Figure\n"
+        "figure, file = Figure(), io.BytesIO()\n"
+        "print(figure.subplots().plot([0, {}]), flush=True)\n"
+        "figure.savefig(file, format='svg')\nSVG(file.getvalue())"
+    )
+    same = kernel.ok(code.format("1"))
+    assert same.text().endswith("[rank 1: same output]\n")
+    assert not same.of("display_data")
+    [other] = kernel.ok(code.format("rank")).of("display_data")
+    assert other["data"]["text/plain"] == "[rank 1: 1 display]"
+
+
 def test_figures_are_shown_where_the_launcher_has_pyplot_already(monkeypatch) -> None:
     """As it has when a submission is graded: pyplot had chosen to draw into no window."""
     monkeypatch.setenv("MINIDIST_PRELOAD", "matplotlib.pyplot")

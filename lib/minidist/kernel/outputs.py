@@ -9,6 +9,7 @@ folded under the cell.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,15 @@ MAX_RICH_BYTES = 32 * 1024 * 1024
 MIN_SAME_LINES = 5
 # Calls of `tick` for which other ranks' lines wait until the lowest rank ends a line it has begun.
 MAX_WAITED = 10
+
+# What is drawn anew in each process, of the same figure or page: the ids and the date in an SVG of
+# matplotlib, UUIDs (animations, plotly), ids of a pandas Styler.
+_DRAWN = re.compile(
+    r"<dc:date>[^<]*|"
+    r"(?<![0-9a-zA-Z+/])(?:[a-z][0-9a-f]{10}|image[0-9a-f]{10}|T_[0-9a-f]{5})(?![0-9a-zA-Z+/])|"
+    r"[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+)
+_ADDRESS = re.compile(r"(?<= at 0x)[0-9a-f]+(?=>)")
 
 Publish = Callable[[str, dict[str, Any]], None]
 
@@ -58,6 +68,11 @@ class _Text:
         return kept
 
 
+def _without_addresses(text: str) -> str:
+    """`text`, as long as it was, without the addresses of default reprs: `<C object at 0x7f…>`."""
+    return _ADDRESS.sub(lambda found: "0" * len(found[0]), text) if " at 0x" in text else text
+
+
 def _same_lines(own: str, reference: str) -> tuple[int, int]:
     """(characters, lines) at the beginning that need not be repeated; zeros if they are few."""
     low, high = 0, min(len(own), len(reference))  # bisection: comparing slices is fast
@@ -81,6 +96,12 @@ def _picture(data: dict[str, Any]) -> str:
         if isinstance(text := data.get(kind), str):
             return text
     return ""
+
+
+def _without_drawn(picture: str) -> str:
+    """`picture` with a number in place of everything that is drawn anew in each process."""
+    numbers: dict[str, str] = {}
+    return _DRAWN.sub(lambda found: numbers.setdefault(found[0], f"#{len(numbers)}"), picture)
 
 
 class Outputs:
@@ -163,11 +184,13 @@ class Outputs:
                 continue
             if name in self._open and self._waited <= MAX_WAITED:
                 continue  # do not print into the middle of a line
-            own, reference = held.screen.lines(), self._text(self.plain, name).screen.lines()
+            lines = held.screen.lines()
+            own = _without_addresses(lines)
+            reference = _without_addresses(self._text(self.plain, name).screen.lines())
             differs = held.shown or not (own.startswith(reference) or reference.startswith(own))
             if differs and len(own) > held.shown:
                 same, num_lines = (0, 0) if held.shown else _same_lines(own, reference)
-                self._show([rank], name, own[held.shown + same :], num_lines)
+                self._show([rank], name, lines[held.shown + same :], num_lines)
                 held.shown = len(own)
 
     def finish(self) -> None:
@@ -178,7 +201,8 @@ class Outputs:
         for rank in self.ranks:
             for name in ("stdout", "stderr"):
                 held, plain = self._text(rank, name), self._text(self.plain, name)
-                own, reference = held.screen.text(), plain.screen.text()
+                text = held.screen.text()
+                own, reference = _without_addresses(text), _without_addresses(plain.screen.text())
                 if rank == self.plain or (not own and not reference):
                     continue
                 if not held.shown and own == reference:
@@ -187,7 +211,7 @@ class Outputs:
                 different.add(rank)
                 if len(own) > held.shown:
                     same_length, num_lines = (0, 0) if held.shown else _same_lines(own, reference)
-                    rest = own[held.shown + same_length :]
+                    rest = text[held.shown + same_length :]
                     groups.setdefault((name, rest, num_lines), []).append(rank)
         for (name, text, num_lines), ranks in groups.items():
             self._show(ranks, name, text, num_lines)
@@ -202,18 +226,19 @@ class Outputs:
 
     def _show_pictures(self) -> set[int]:
         """Show, folded, the other ranks' displays that differ; returns the ranks that differ."""
-        groups: dict[tuple[str, ...], list[int]] = {}
+        alike: dict[tuple[str, ...], list[int]] = {}
         for rank, pictures in self._pictures.items():
-            if pictures and pictures != self._pictures[self.plain]:
-                groups.setdefault(tuple(pictures), []).append(rank)
-        for pictures, ranks in groups.items():
+            alike.setdefault(tuple(map(_without_drawn, pictures)), []).append(rank)
+        groups = [each for key, each in alike.items() if key and self.plain not in each]
+        for ranks in groups:
+            pictures = self._pictures[ranks[0]]
             who, count = label(ranks), len(pictures)
             what = f"[{who}: {count} display{'' if count == 1 else 's'}]"
             body = "".join(f"<div>{picture}</div>" for picture in pictures)
             page = f"<details><summary>{what}</summary>{body}</details>"
             data = {"text/plain": what, "text/html": page}
             self._publish("display_data", {"data": data, "metadata": {}, "transient": {}})
-        return {rank for ranks in groups.values() for rank in ranks}
+        return {rank for ranks in groups for rank in ranks}
 
     def _show(self, ranks: list[int], name: str, text: str, num_same_lines: int) -> None:
         """Show `text` with labels; the `num_same_lines` lines before it are only counted."""
