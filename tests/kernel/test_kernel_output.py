@@ -111,15 +111,17 @@ def test_figures_of_other_ranks_are_folded_below(kernel: Kernel) -> None:
 
 
 def test_what_each_process_draws_anew_is_no_difference(kernel: Kernel) -> None:
-    """Ids and the date in an SVG, the address in a repr: the same figure, the same object."""
+    """Ids and the date in an SVG, the address in a repr, the process's name for a cell."""
     code = (
-        "import io\nfrom IPython.display import SVG\nfrom matplotlib.figure import Figure\n"
+        "import io, warnings\nwarnings.warn('careful')\n"
+        "from IPython.display import SVG\nfrom matplotlib.figure import Figure\n"
         "figure, file = Figure(), io.BytesIO()\n"
         "print(figure.subplots().plot([0, {}]), flush=True)\n"
         "figure.savefig(file, format='svg')\nSVG(file.getvalue())"
     )
     same = kernel.ok(code.format("1"))
     assert same.text().endswith("[rank 1: same output]\n")
+    assert "[rank 1] " not in same.text()
     assert not same.of("display_data")
     [other] = kernel.ok(code.format("rank")).of("display_data")
     assert other["data"]["text/plain"] == "[rank 1: 1 display]"

@@ -34,7 +34,8 @@ _DRAWN = re.compile(
     r"(?<![0-9a-zA-Z+/])(?:[a-z][0-9a-f]{10}|image[0-9a-f]{10}|T_[0-9a-f]{5})(?![0-9a-zA-Z+/])|"
     r"[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 )
-_ADDRESS = re.compile(r"(?<= at 0x)[0-9a-f]+(?=>)")
+# What differs between processes in text: `<C object at 0x7f…>`, `/tmp/ipykernel_123/45.py:1: …`.
+_OF_A_PROCESS = re.compile(r"(?<= at 0x)[0-9a-f]+(?=>)|(?<=/ipykernel_)\d+(?=/)")
 
 Publish = Callable[[str, dict[str, Any]], None]
 
@@ -68,13 +69,13 @@ class _Text:
         return kept
 
 
-def _without_addresses(text: str) -> str:
-    """`text`, as long as it was, without the addresses of default reprs: `<C object at 0x7f…>`."""
-    return _ADDRESS.sub(lambda found: "0" * len(found[0]), text) if " at 0x" in text else text
+def _comparable(text: str) -> str:
+    """`text` without what differs by process only: addresses in default reprs, names of cells."""
+    return _OF_A_PROCESS.sub("", text) if " at 0x" in text or "ipykernel_" in text else text
 
 
-def _same_lines(own: str, reference: str) -> tuple[int, int]:
-    """(characters, lines) at the beginning that need not be repeated; zeros if they are few."""
+def _num_same_lines(own: str, reference: str) -> int:
+    """Number of lines at the beginning that need not be repeated; 0 if they are few."""
     low, high = 0, min(len(own), len(reference))  # bisection: comparing slices is fast
     while low < high:
         middle = (low + high + 1) // 2
@@ -82,9 +83,13 @@ def _same_lines(own: str, reference: str) -> tuple[int, int]:
             low = middle
         else:
             high = middle - 1
-    end = own.rfind("\n", 0, low) + 1
-    num_lines = own.count("\n", 0, end)
-    return (end, num_lines) if num_lines >= MIN_SAME_LINES else (0, 0)
+    num_lines = own.count("\n", 0, low)
+    return num_lines if num_lines >= MIN_SAME_LINES else 0
+
+
+def _after(text: str, num_lines: int) -> str:
+    """`text` without its first lines."""
+    return text.split("\n", num_lines)[-1]
 
 
 def _picture(data: dict[str, Any]) -> str:
@@ -185,13 +190,13 @@ class Outputs:
             if name in self._open and self._waited <= MAX_WAITED:
                 continue  # do not print into the middle of a line
             lines = held.screen.lines()
-            own = _without_addresses(lines)
-            reference = _without_addresses(self._text(self.plain, name).screen.lines())
+            own = _comparable(lines)
+            reference = _comparable(self._text(self.plain, name).screen.lines())
             differs = held.shown or not (own.startswith(reference) or reference.startswith(own))
-            if differs and len(own) > held.shown:
-                same, num_lines = (0, 0) if held.shown else _same_lines(own, reference)
-                self._show([rank], name, lines[held.shown + same :], num_lines)
-                held.shown = len(own)
+            if differs and len(lines) > held.shown:
+                same = 0 if held.shown else _num_same_lines(own, reference)
+                self._show([rank], name, _after(lines[held.shown :], same), same)
+                held.shown = len(lines)
 
     def finish(self) -> None:
         """Show what is left when the cell has ended."""
@@ -202,16 +207,16 @@ class Outputs:
             for name in ("stdout", "stderr"):
                 held, plain = self._text(rank, name), self._text(self.plain, name)
                 text = held.screen.text()
-                own, reference = _without_addresses(text), _without_addresses(plain.screen.text())
+                own, reference = _comparable(text), _comparable(plain.screen.text())
                 if rank == self.plain or (not own and not reference):
                     continue
                 if not held.shown and own == reference:
                     same.add(rank)
                     continue
                 different.add(rank)
-                if len(own) > held.shown:
-                    same_length, num_lines = (0, 0) if held.shown else _same_lines(own, reference)
-                    rest = text[held.shown + same_length :]
+                if len(text) > held.shown:
+                    num_lines = 0 if held.shown else _num_same_lines(own, reference)
+                    rest = _after(text[held.shown :], num_lines)
                     groups.setdefault((name, rest, num_lines), []).append(rank)
         for (name, text, num_lines), ranks in groups.items():
             self._show(ranks, name, text, num_lines)
