@@ -13,6 +13,7 @@ of them (`zoo_file.py`). What it says of the submission has these lines:
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,22 +67,32 @@ class ZooEntry:
         return min([total, *(gate.at_most for gate in closed)])
 
 
-def load_zoo(lab: str, pattern: str = "*", *, root: Path = COURSE_ROOT) -> list[ZooEntry]:
+def load_zoo(lab: str, *patterns: str, root: Path = COURSE_ROOT) -> list[ZooEntry]:
     """The entries of a lab whose names match a pattern such as "right_*", sorted by name.
+
+    Without patterns, all of them: a few seconds.
 
     Raises:
         BuildError: an entry names a cell or a criterion that the lab does not have, or has no
             `loses:` line; the message names the file.
     """
     folder = root / "tests" / "zoo" / lab
-    files = sorted(f for f in folder.glob(pattern + ".*") if f.suffix in SUFFIXES)
+    found = {file for pattern in patterns or "*" for file in folder.glob(pattern + ".*")}
+    files = sorted(file for file in found if file.suffix in SUFFIXES)
     if not files:
         raise BuildError(f"{folder}: no submissions; expected NAME.py files in a checkout")
     if twice := [a.stem for a, b in pairwise(files) if a.stem == b.stem]:
         raise BuildError(f"{folder}: both {twice[0]}.py and {twice[0]}.diff")
     reference = build_notebook(root / "solutions" / lab / f"{lab}.py")
     starter = release_notebook(reference, lab)
-    return [_load_entry(py, lab, reference, starter) for py in files]
+    solved = copy.deepcopy(starter)
+    solutions = {cell.id: without_markers(cell.source) for cell in reference.cells}
+    for cell in solved.cells:
+        if cell.metadata.get("nbgrader", {}).get("solution"):
+            cell.source = solutions[cell.id]
+    # Unpickling makes a copy in a fifth of the time of deepcopy.
+    bases = {"starter": pickle.dumps(starter), "reference": pickle.dumps(solved)}
+    return [_load_entry(py, lab, bases) for py in files]
 
 
 def write_class(
@@ -122,18 +133,13 @@ def write_class(
     return paths
 
 
-def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNode) -> ZooEntry:
+def _load_entry(py: Path, lab: str, bases: dict[str, bytes]) -> ZooEntry:
     docstring, changes = read_zoo_file(py)
     base = _line(docstring, "base") or "reference"
-    if base not in ("reference", "starter"):
+    if base not in bases:
         raise BuildError(f"{py}: base must be reference or starter, got {base!r}")
 
-    notebook = copy.deepcopy(starter)
-    if base == "reference":
-        solutions = {cell.id: without_markers(cell.source) for cell in reference.cells}
-        for cell in notebook.cells:
-            if cell.metadata.get("nbgrader", {}).get("solution"):
-                cell.source = solutions[cell.id]
+    notebook = pickle.loads(bases[base])
     by_id = {
         cell.id: cell
         for cell in notebook.cells

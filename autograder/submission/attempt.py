@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -242,9 +240,6 @@ class _Attempt:
             )
             source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
             nbformat.write(notebook, source)
-            # The first optimizer of a judge imports it: a second, which here is spent while the
-            # ranks start.
-            threading.Thread(target=import_module, args=["torch._dynamo"], daemon=True).start()
             # papermill raises this only after all cells have run.
             with contextlib.suppress(PapermillExecutionError):
                 papermill.execute_notebook(

@@ -107,8 +107,7 @@ def test_a_command_that_cannot_enter_does_not_run_outside(group: Group) -> None:
 @pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 @pytest.mark.slow
 def test_a_submission_is_graded_in_a_group_of_its_own(root: Path, tmp_path: Path) -> None:
-    entries = load_zoo("lab6_profiling")
-    right = next(e for e in entries if e.name == "reference")
+    [right] = load_zoo("lab6_profiling", "reference")
     course = TestCourse.make(tmp_path, "lab6_profiling")
     course.submit("alice", nbformat.writes(right.notebook).encode())
     seen: set[int] = set()

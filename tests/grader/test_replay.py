@@ -192,7 +192,7 @@ def test_wrong_usage_is_exit_code_2(course, capsys, tmp_path):
 @pytest.mark.slow
 def test_a_real_grading_agrees_with_its_replay(tmp_path):
     course = TestCourse.make(tmp_path / "course")
-    [entry] = [e for e in load_zoo(LAB) if e.name == "wrong_sum"]
+    [entry] = load_zoo(LAB, "wrong_sum")
     path = course.submit("ada", nbformat.writes(entry.notebook).encode())
     record = course.grade(str(path), "--no-gradebook")["ada"]
     assert {n for n, s in statuses(record).items() if s != "PASS"} == entry.loses

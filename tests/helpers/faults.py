@@ -57,7 +57,7 @@ class FaultyClass:
     def __init__(self, course: TestCourse, students: int, faults: int, seed: int, jobs: int = 2):
         self.course, self.faults, self.jobs = course, faults, jobs
         self.random = random.Random(seed)
-        entries = {entry.name: entry for entry in load_zoo(LAB)}
+        entries = {entry.name: entry for entry in load_zoo(LAB, *CLASS)}
         self.expected: dict[str, ZooEntry] = {}
         for number in range(students):
             entry = entries[CLASS[number % len(CLASS)]]
