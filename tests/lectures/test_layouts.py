@@ -1,8 +1,12 @@
-"""The exercise of lecture 9: its best step is the best of all layouts that there are."""
+"""The exercise of lecture 9: its best step is the best of all layouts that there are.
+
+SIZES=all (`make nightly`) runs them all, otherwise only those with the best mesh run.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +19,7 @@ WANTED = {
     *("JOB", "TWO_NODES", "BEST_MS", "ALL", "one_layout"),
     *("train_layouts", "race", "axis_of", "alone", "is_valid"),
 }
+BEST_MESH = (1, 4, 2)  # dp, pp, tp
 HEAD = """
 import torch
 import torch.distributed as dist
@@ -51,18 +56,19 @@ def test_the_best_layout_is_the_best_of_all():
     names = exercise()
     names["run_traced"] = partial(names["run_traced"], deadline_s=240)
     found, losses = {}, names["alone"](1)
+    every = os.environ.get("SIZES") == "all"
     meshes = {(layout["dp"], layout["pp"], layout["tp"]) for layout in names["ALL"]}
-    for mesh in sorted(meshes):
+    for mesh in sorted(meshes) if every else [BEST_MESH]:
         layouts = [x for x in names["ALL"] if (x["dp"], x["pp"], x["tp"]) == mesh]
         for layout, result in zip(layouts, names["race"](layouts, 1), strict=True):
             assert result["losses"] == pytest.approx(losses, rel=1e-9), layout
             found[*mesh, layout["micro_batch"]] = result["ms"]
-    assert len(found) >= 25
+    assert len(found) >= (25 if every else 2)
     best = min(found, key=lambda layout: found[layout])
     assert best == tuple(names["one_layout"].values())
     assert found[best] == pytest.approx(names["BEST_MS"], rel=0.02)
     near = {layout for layout, took in found.items() if took <= 1.05 * names["BEST_MS"]}
-    assert near == {(1, 4, 2, 1), (1, 4, 2, 2)}
+    assert near == {(*BEST_MESH, 1), (*BEST_MESH, 2)}
     # Question 6: with a fast link between the nodes, plain data parallelism wins.
     cluster = names["TWO_NODES"]
     names["TWO_NODES"] = replace(cluster, inter_node=cluster.intra_node)
