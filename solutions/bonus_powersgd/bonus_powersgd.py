@@ -388,8 +388,8 @@ check("powersgd_shapes", matrix_shape)
 #
 # - `parameters` may be an iterator, such as `model.parameters()`. All have one dtype and device.
 # - For each parameter that is compressed it draws a $Q$, $m × r$, from a normal distribution:
-#   **the same on all ranks**, without communication, because it depends on `seed` and the
-#   parameter's number alone. Another seed gives another $Q$.
+#   **the same on all ranks**, without communication, because it depends on `seed` and on the
+#   parameters' numbers and shapes alone. Another seed gives another $Q$.
 # - torch's global generator stays as it was: dropout draws from it, and ranks must not all drop the
 #   same.
 #

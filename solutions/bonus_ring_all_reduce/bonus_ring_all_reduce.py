@@ -186,7 +186,8 @@ check("ring_chunks", chunk_bounds)
 #
 # **Write `ring_steps(rank, world_size)`.**
 #
-# - A list of $2(N-1)$ pairs `(sent, received)` of chunk numbers, $0 … N-1$.
+# - A list of $2(N-1)$ pairs `(sent, received)` of chunk numbers, $0 … N-1$; with one rank it is
+#   empty.
 # - In the first $N-1$ steps what is received will be *added*, in the other $N-1$ steps it will
 #   *replace* what is there. At the end every rank has every complete chunk.
 # - A rank begins the second half with the chunk whose sum the first half has left it.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
-from autograder.criteria.bonus_powersgd.columns import MEAN_SHAPES, columns_problem
+from autograder.criteria.bonus_powersgd.columns import MEANS, columns_problem
 from autograder.criteria.criterion import Case
 from autograder.proof.verify import choose_covering
 from autograder.proof.zoo import load_zoo
@@ -65,10 +67,12 @@ def test_a_mean_that_nearly_cancels_is_right():
             inputs[rank][name] = np.array(kind(value) + kind(1e-7 if kind is np.float32 else 0))
 
     def answers(error: float) -> list[dict[str, object]]:
-        means: dict[str, object] = {"none": 0, "a count": len(MEAN_SHAPES), "b count": 3}
+        counts = {f"{letter} count": len(shapes) for letter, (shapes, _) in MEANS.items()}
+        means: dict[str, Any] = {"none": 0} | counts
         for name in (key for key in inputs[0] if isinstance(inputs[0][key], np.ndarray)):
             everyone = [values[name] for values in inputs]
-            means[name] = sum(everyone[1:], everyone[0]) / everyone[0].dtype.type(WORLD_SIZE)
+            total = np.sum(everyone, axis=0, dtype=everyone[0].dtype)
+            means[name] = np.asarray(total / total.dtype.type(WORLD_SIZE))
         for name in scalars:
             means[name] = np.asarray(means[name] + means[name].dtype.type(error))
         before = [{f"before/{k}": v for k, v in values.items()} for values in inputs]

@@ -38,12 +38,10 @@ _columns = partial(
     task="Task 1, orthonormal columns",
     world="none",
     observe=columns.observe_columns,
-    judge=columns.judge_columns,
 )
 _power = partial(
     Criterion,
     task="Task 3, one step of the power iteration",
-    draw=power.draw_steps,
     observe=power.observe,
     **_after_mean,
 )
@@ -81,18 +79,18 @@ LAB = Lab(
     },
     criteria=(
         _columns(name="powersgd_columns", title="orthonormal columns", points=7,
-                 draw=columns.draw_columns),
+                 draw=columns.draw_columns, judge=columns.judge_columns),
         _columns(name="powersgd_dependent", title="columns that depend on each other, and zeros",
-                 points=4, draw=columns.draw_dependent),
+                 points=4, draw=columns.draw_dependent, judge=columns.judge_dependent),
         Criterion(
             name="powersgd_mean", title="the means of many tensors", points=5,
             task="Task 2, many tensors, one all-reduce", draw=columns.draw_mean,
             observe=columns.observe_mean, judge=columns.judge_mean,
         ),
         _power(name="powersgd_basis", title="P, the same and orthonormal on all ranks", points=7,
-               judge=power.judge_basis),
+               draw=partial(power.draw_steps, also_none=True), judge=power.judge_basis),
         _power(name="powersgd_factor", title="Q, the mean of the products", points=6,
-               judge=power.judge_factor),
+               draw=power.draw_steps, judge=power.judge_factor),
         Criterion(
             name="powersgd_shapes", title="which parameters are worth it", points=6,
             task="Task 4, is it worth it?", world="none", draw=columns.draw_shapes,

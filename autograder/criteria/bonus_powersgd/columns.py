@@ -19,6 +19,11 @@ TOLERANCE = {"float32": 2e-4, "float64": 1e-8}
 # --- orthonormal columns -------------------------------------------------------------------------
 
 
+# At the larger angle, float32 is enough for Gram-Schmidt that subtracts one column after the other.
+# At the smaller one, a threshold of 1e-3 takes what is left for nothing.
+SMALL_ANGLES = {"nearly parallel columns": 1e-3, "almost parallel columns": 2e-4}
+
+
 def _matrices(draw: Draw, kinds: list[tuple[str, str]]) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
@@ -46,6 +51,8 @@ def _matrix(rng: np.random.Generator, kind: str) -> np.ndarray:
         return full * 0
     if kind == "one column of zeros":
         full[:, int(rng.integers(r))] = 0
+    if kind in SMALL_ANGLES:
+        return full[:, :1] + SMALL_ANGLES[kind] * full[:, :3]
     if kind == "two equal columns":
         full[:, -1] = full[:, 0]
     if kind == "a matrix of rank 1":
@@ -63,6 +70,7 @@ def draw_columns(draw: Draw) -> list[Values]:
             ("one column", "float32"),
             ("square", "float32"),
             ("tiny numbers", "float32"),
+            ("almost parallel columns", "float64"),
             ("columns of different length", "float64"),
         ],
     )
@@ -76,6 +84,7 @@ def draw_dependent(draw: Draw) -> list[Values]:
             ("zeros", "float32"),
             ("one column of zeros", "float32"),
             ("two equal columns", "float32"),
+            ("nearly parallel columns", "float32"),
             ("a matrix of rank 1", "float32"),
             ("a matrix of rank 1", "float64"),
         ],
@@ -94,13 +103,27 @@ def observe_columns(orthonormalise: Any, inputs: Values, context: Context) -> Va
 
 
 def judge_columns(case: Case) -> Iterator[Finding]:
-    """The columns are orthogonal, have length 1 or 0, and span the argument, which is unchanged."""
+    """As `judge_dependent`, in the argument's precision and dtype; the argument is unchanged."""
+    return _judge(case, TOLERANCE, strict=True)
+
+
+def judge_dependent(case: Case) -> Iterator[Finding]:
+    """The columns are orthogonal, have length 1 or 0, and span those of the argument."""
+    # Only `judge_columns` asks for float64's precision: to lose it costs one criterion, not two.
+    return _judge(case, dict.fromkeys(TOLERANCE, TOLERANCE["float32"]), strict=False)
+
+
+def _judge(case: Case, tolerance: dict[str, float], *, strict: bool) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (kind, dtype) in enumerate(inputs["kinds"]):
             matrix = inputs[str(number)]
-            problem = columns_problem(answer.get(str(number)), matrix, TOLERANCE[dtype])
-            if problem is None and not np.array_equal(answer.get(f"before/{number}", ()), matrix):
-                problem = "the argument was changed; work on a copy."
+            got = answer.get(str(number))
+            problem = columns_problem(got, matrix, tolerance[dtype])
+            if strict and problem is None:
+                if got.dtype != matrix.dtype:  # pyright: ignore
+                    problem = f"the result is {got.dtype}."  # pyright: ignore
+                elif not np.array_equal(answer.get(f"before/{number}", ()), matrix):
+                    problem = "the argument was changed; work on a copy."
             if problem:
                 yield Finding(
                     f"orthonormalise of {kind}, {dtype} {list(matrix.shape)}: {problem}", rank
@@ -149,15 +172,24 @@ def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | Non
 MEAN_SHAPES = ((3, 4), (), (7,), (2, 3, 5), (1,), (0,), (6, 2))
 
 
+# Name of a call -> shapes and dtype. A result may not be in the memory of an argument, nor of an
+# earlier result: only one tensor, and a second call of the same size, tell them apart.
+MEANS = {
+    "a": (MEAN_SHAPES, "float32"),
+    "b": (MEAN_SHAPES[:3], "float64"),
+    "c": (MEAN_SHAPES, "float32"),
+    "d": (MEAN_SHAPES[:1], "float32"),
+}
+
+
 def draw_mean(draw: Draw) -> list[Values]:
-    """Private float32 tensors of several shapes, and three float64 tensors."""
+    """Private tensors of several shapes for every call."""
     inputs = []
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), {}
-        for number, shape in enumerate(MEAN_SHAPES):
-            values[f"a{number}"] = np.asarray(rng.normal(size=shape), dtype=np.float32)
-        for number, shape in enumerate(MEAN_SHAPES[:3]):
-            values[f"b{number}"] = np.asarray(rng.normal(size=shape), dtype=np.float64)
+        for letter, (shapes, dtype) in MEANS.items():
+            for number, shape in enumerate(shapes):
+                values[f"{letter}{number}"] = np.asarray(rng.normal(size=shape), dtype=dtype)
         inputs.append(values)
     return inputs
 
@@ -165,10 +197,12 @@ def draw_mean(draw: Draw) -> list[Values]:
 def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
     """All means, and the arguments afterwards."""
     answer: Values = {"none": len(packed_mean([]))}
-    for letter, count in (("a", len(MEAN_SHAPES)), ("b", 3)):
-        tensors = [torch.from_numpy(np.array(inputs[f"{letter}{i}"])) for i in range(count)]
-        tensors = [tensor.to(context.device) for tensor in tensors]
-        means = list(packed_mean(tensors))
+    calls = {}
+    for letter, (shapes, _) in MEANS.items():
+        arrays = [np.array(inputs[f"{letter}{i}"]) for i in range(len(shapes))]
+        tensors = [torch.from_numpy(array).to(context.device) for array in arrays]
+        calls[letter] = tensors, list(packed_mean(tensors))
+    for letter, (tensors, means) in calls.items():
         answer[f"{letter} count"] = len(means)
         for i, (mean, tensor) in enumerate(zip(means, tensors, strict=False)):
             answer[f"{letter}{i}"] = mean.cpu().numpy()
@@ -181,7 +215,8 @@ def judge_mean(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         if not _is_count(answer.get("none"), 0):
             yield Finding("packed_mean([]): expected an empty list.", rank)
-        for letter, count in (("a", len(MEAN_SHAPES)), ("b", 3)):
+        for letter, (shapes, dtype) in MEANS.items():
+            count = len(shapes)
             if not _is_count(answer.get(f"{letter} count"), count):
                 yield Finding(f"expected a list of {count} tensors.", rank)
                 continue
@@ -196,7 +231,7 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                     f"mean of tensor {i}, shape {list(own.shape)}",
                     got,
                     mean,
-                    dtype="float32" if letter == "a" else "float64",
+                    dtype=dtype,
                     hint=hint,
                     terms=everyone,
                 ):
@@ -215,13 +250,14 @@ def _is_count(value: Any, count: int) -> bool:
 
 
 def draw_shapes(draw: Draw) -> list[Values]:
-    """Shapes of zero, one, two and four dimensions; some exactly at break-even, some beside it."""
+    """Shapes of zero to five dimensions; some exactly at break-even, some beside it."""
     rng = draw.shared()
     cases: list[list[Any]] = [[[], 1], [[1], 1], [[4, 4], 2], [[2, 2], 1], [[1, 9], 1], [[6, 3], 2]]
     for _ in range(3):
         n, m, r = int(rng.integers(40, 90)), int(rng.integers(30, 60)), int(rng.integers(1, 5))
         cases += [[[n, m], r], [[m, n], r], [[n], r], [[n, m], min(n, m)]]
         cases += [[[n, int(rng.integers(3, 20)), 3, 3], r], [[r + 1, r * (r + 1)], r]]
+        cases += [[[n, m, 3], r], [[n, 3, 2, 3, 4], r], [[1, n, m], r], [[n, 1, m], r]]
         cases += [[[r + 1, r * (r + 1) + 1], r], [[r + 1, r * (r + 1) - 1], r]]
     return [{"cases": cases} for _ in range(draw.world_size)]
 

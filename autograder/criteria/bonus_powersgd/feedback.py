@@ -12,6 +12,7 @@ import torch
 from autograder.criteria.bonus_powersgd.columns import expected_shape
 from autograder.criteria.bonus_powersgd.model import (
     SHAPES,
+    as_array,
     draw_gradients,
     explain,
     matrices_of,
@@ -36,8 +37,9 @@ def draw_telescope(draw: Draw) -> list[Values]:
 
 
 def draw_errors(draw: Draw) -> list[Values]:
-    """One step."""
-    return draw_gradients(draw, FLAT, 1, "float64", rank=2)
+    """One step; the errors are asked for before it, too."""
+    inputs = draw_gradients(draw, FLAT, 1, "float64", rank=2)
+    return [values | {"at start": True} for values in inputs]
 
 
 def draw_steps(draw: Draw) -> list[Values]:
@@ -117,6 +119,12 @@ def judge_errors(case: Case) -> Iterator[Finding]:
                     rank,
                 )
                 return
+            zeros = np.zeros(shape)
+            if wrong := oracle.differs(
+                rank, f"error_of({i}) before the first step", answer.get(f"e/{i}"), zeros
+            ):
+                yield wrong
+                return
             got = answer.get(f"e0/{i}")
             hint = "" if compressed else "It is not compressed, so nothing is left of it."
             if compressed and isinstance(got, np.ndarray) and got.shape == tuple(shape):
@@ -189,14 +197,22 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     file = io.BytesIO()
     torch.save(save_state(reducer), file)
     answer: Values = {}
+    _errors(reducer, inputs, answer, "on")
     _go_on(reducer, parameters, inputs, answer, "on")
     # The reducer of another job: nothing is shared with the first one, not even the seed.
     others = parameters_for(inputs["shapes"], dtype, context.device)
     loaded = feedback(iter(others), inputs["rank"], seed=inputs["seed"] + 1)
     file.seek(0)
     load_state(loaded, torch.load(file, weights_only=True))
+    _errors(loaded, inputs, answer, "again")
     _go_on(loaded, others, inputs, answer, "again")
     return answer
+
+
+def _errors(reducer: Any, inputs: Values, answer: Values, name: str) -> None:
+    for i, shape in enumerate(inputs["shapes"]):
+        if expected_shape(shape, inputs["rank"]):
+            answer[f"{name}/{i}"] = as_array(reducer.error_of(i)).copy()
 
 
 def _go_on(reducer: Any, parameters: Any, inputs: Values, answer: Values, name: str) -> None:
@@ -209,6 +225,15 @@ def _go_on(reducer: Any, parameters: Any, inputs: Values, answer: Values, name: 
 def judge_resume(case: Case) -> list[Finding]:
     """The loaded reducer gives the same gradients as the first one, and they are not all zero."""
     findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for i, shape in enumerate(case.inputs[0]["shapes"]):
+            error = finite_floats(answer.get(f"on/{i}"), shape)
+            if error is not None:
+                what = f"error_of({i}) after load_state, held against the one that was saved"
+                if wrong := oracle.differs(
+                    rank, what, answer.get(f"again/{i}"), error, dtype="float64"
+                ):
+                    return [wrong]
     for step in range(BEFORE, BEFORE + AFTER):
         for rank, answer in enumerate(case.answers):
             applied = [
@@ -238,7 +263,7 @@ def judge_resume(case: Case) -> list[Finding]:
                     "against the same step without one",
                     answer.get(f"again{step}/{i}"),
                     on,
-                    dtype="float32",
+                    dtype="float64",
                     hint="Two things have to come back: every Q, and this rank's errors.",
                 ):
                     findings.append(wrong)

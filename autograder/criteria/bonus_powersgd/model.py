@@ -18,7 +18,8 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-SHAPES = ((14, 11), (14,), (9, 4, 3, 2), (), (2, 3), (12, 30), (1,))
+# Two layers have the same shape, as in most models.
+SHAPES = ((14, 11), (14,), (9, 4, 3, 2), (), (2, 3), (12, 30), (1,), (14,), (12, 30))
 MATRICES = ((13, 10), (6, 5, 4), (9, 16))  # for the first step: one of them a convolution
 PLAIN = ((13, 10), (9, 16))
 
@@ -64,6 +65,8 @@ def observe_steps(powersgd: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     for i in range(len(parameters)):
         answer[f"q/{i}"] = as_array(reducer.q_of(i)).copy()
+        if inputs.get("at start"):
+            answer[f"e/{i}"] = as_array(reducer.error_of(i)).copy()
     for step in range(inputs["steps"]):
         run_step(reducer, parameters, inputs, step)
         for i, parameter in enumerate(parameters):

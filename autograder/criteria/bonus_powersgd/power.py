@@ -19,17 +19,22 @@ TOLERANCE = 1e-3
 LEAST_STRETCH, MOST_STRETCH = 1e-3, 1e6
 
 
-def draw_steps(draw: Draw) -> list[Values]:
-    """Private matrices of full rank; the mean of the last matrix over all ranks has rank 2."""
+def draw_steps(draw: Draw, *, also_none: bool = False) -> list[Values]:
+    """Private matrices of full rank; the mean of the last matrix over all ranks has rank r.
+
+    Args:
+        also_none: also call it with no matrices at all.
+    """
     rng, n = draw.shared(), draw.world_size
+    r = int(rng.integers(2, 4))
     shapes = [(int(rng.integers(8, 15)), int(rng.integers(16, 24))) for _ in range(3)]
-    shared: Values = {"count": len(shapes)}
+    shared: Values = {"count": len(shapes), "also_none": also_none}
     deviations: dict[int, list[np.ndarray]] = {}
     for i, shape in enumerate(shapes):
-        shared[f"q{i}"] = rng.normal(size=(shape[1], 2 + i % 2)).astype(np.float32)
+        shared[f"q{i}"] = rng.normal(size=(shape[1], r)).astype(np.float32)
         own = [draw.private(rank).normal(size=(4, *shape))[i] for rank in range(n)]
         if i == len(shapes) - 1:
-            thin = rng.normal(size=(shape[0], 2)) @ rng.normal(size=(2, shape[1]))
+            thin = rng.normal(size=(shape[0], r)) @ rng.normal(size=(r, shape[1]))
             middle = np.mean(own, axis=0)
             own = [thin + (each - middle) for each in own]
         deviations[i] = own
@@ -48,6 +53,8 @@ def observe(power_step: Any, inputs: Values, context: Context) -> Values:
     )
     ps, new_qs = power_step(matrices, qs)
     answer: Values = {}
+    if inputs["also_none"]:  # a model whose parameters are all too small
+        power_step([], [])
     for i in range(count):
         answer[f"p{i}"], answer[f"q{i}"] = ps[i].cpu().numpy(), new_qs[i].cpu().numpy()
         answer[f"before/m{i}"], answer[f"before/q{i}"] = (

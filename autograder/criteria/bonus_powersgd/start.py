@@ -21,13 +21,16 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- the start -----------------------------------------------------------------------------------
 
+STARTS = (*PLAIN, (30, 400))
+MANY = 1000  # so many random numbers show what they are drawn from
+
 
 def draw_seed(draw: Draw) -> list[Values]:
     """Two seeds that all ranks share, and a private seed of torch's global generator."""
     rng = draw.shared()
     seeds = [int(seed) for seed in rng.choice(10_000, 2, replace=False)]
     return [
-        {"seeds": seeds, "own": int(draw.private(rank).integers(1 << 30)), "rank": 3}
+        {"seeds": seeds, "own": int(draw.private(rank).integers(1 << 30)), "rank": 5}
         for rank in range(draw.world_size)
     ]
 
@@ -35,9 +38,10 @@ def draw_seed(draw: Draw) -> list[Values]:
 def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
     """The Qs of two reducers with different seeds, and of one more with the first seed."""
     torch.manual_seed(inputs["own"])
+    torch.rand(3)  # who seeds it with its own seed again does not put it back
     before, answer = torch.get_rng_state(), {}
     for number, seed in enumerate([*inputs["seeds"], inputs["seeds"][0]]):
-        parameters = parameters_for(PLAIN, torch.float32, context.device)
+        parameters = parameters_for(STARTS, torch.float32, context.device)
         reducer = powersgd(parameters, inputs["rank"], seed=seed)
         for i in range(len(parameters)):
             answer[f"{number}/{i}"] = as_array(reducer.q_of(i)).copy()
@@ -54,7 +58,7 @@ def judge_seed(case: Case) -> Iterator[Finding]:
                 "torch.Generator of your own.",
                 rank,
             )
-        for i, shape in enumerate(PLAIN):
+        for i, shape in enumerate(STARTS):
             wanted = (int(np.prod(shape[1:])), case.inputs[0]["rank"])
             qs = [answer.get(f"{number}/{i}") for number in range(3)]
             zero = case.answers[0].get(f"0/{i}")
@@ -75,6 +79,8 @@ def judge_seed(case: Case) -> Iterator[Finding]:
                 problem = "has other numbers when the same seed is used again."
             elif _same(qs[0], qs[1], 1e-3):
                 problem = "has the same numbers for two seeds."
+            elif qs[0].size > MANY and not _is_normal(qs[0]):  # pyright: ignore
+                problem = "is not drawn from a normal distribution: is it `rand` for `randn`?"
             if problem:
                 yield Finding(f"q_of({i}) {problem}", rank)
                 break
@@ -86,6 +92,12 @@ def _same(one: Any, other: Any, tolerance: float) -> bool:
         and is_floats(other, one.shape)
         and np.allclose(one, other, rtol=tolerance, atol=tolerance)
     )
+
+
+def _is_normal(q: np.ndarray) -> bool:
+    """Mean about zero, and tails: the fourth moment is 3, that of a uniform distribution 1.8."""
+    scaled = q.astype(np.float64) / np.sqrt(np.square(q.astype(np.float64)).mean())
+    return bool(abs(scaled.mean()) < 0.3 and (scaled**4).mean() > 2.3)
 
 
 def _is_start(q: Any, wanted: tuple[int, int]) -> bool:
@@ -151,25 +163,32 @@ def judge_warm(case: Case) -> Iterator[Finding]:
 # --- zeros ---------------------------------------------------------------------------------------
 
 
+REVIVE_RANKS = (0, 1, 2, 2)  # of the mean gradient, step by step
+# In the first step of rank 2, a column of Q may be rounding noise from the step before it, which
+# not every way to orthonormalise makes use of; in the second step it is there.
+REVIVE_JUDGED = (0, 1, 3)
+
+
 def draw_revive(draw: Draw) -> list[Values]:
-    """First zeros on all ranks, then gradients whose mean has rank 2."""
+    """Zeros on all ranks, then gradients whose mean has rank 1, then twice the same of rank 2."""
     rng, n = draw.shared(), draw.world_size
-    inputs = draw_gradients(draw, PLAIN, 2, "float64", rank=2)
+    inputs = draw_gradients(draw, PLAIN, len(REVIVE_RANKS), "float64", rank=3)
     for i, shape in enumerate(PLAIN):
         rows, columns = shape[0], int(np.prod(shape[1:]))
-        thin = rng.normal(size=(rows, 2)) @ rng.normal(size=(2, columns))
+        left, right = rng.normal(size=(rows, 2)), rng.normal(size=(2, columns))
         own = [draw.private(rank).normal(size=(4, rows, columns))[i] for rank in range(n)]
         middle = np.mean(own, axis=0)
         for rank in range(n):
-            inputs[rank][f"g0/{i}"] = np.zeros(shape)
-            inputs[rank][f"g1/{i}"] = (thin + own[rank] - middle).reshape(shape)
+            for step, r in enumerate(REVIVE_RANKS):
+                gradient = left[:, :r] @ right[:r] + own[rank] - middle if r else np.zeros(shape)
+                inputs[rank][f"g{step}/{i}"] = gradient.reshape(shape)
     return inputs
 
 
 def judge_revive(case: Case) -> Iterator[Finding]:
-    """Zeros give zeros, and the next step is exact, because the rank of its mean is at most r."""
+    """Zeros give zeros, and later steps are exact, because the rank of their mean is at most r."""
     for i, shape in enumerate(case.inputs[0]["shapes"]):
-        for step in range(2):
+        for step in REVIVE_JUDGED:
             mean = oracle.mean(matrices_of(case, step, i)).reshape(shape)
             for rank, answer in enumerate(case.answers):
                 got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][f"g{step}/{i}"]
@@ -177,9 +196,11 @@ def judge_revive(case: Case) -> Iterator[Finding]:
                 what = f"gradient of parameter {i}, zero on all ranks"
                 if step:
                     what = (
-                        f"gradient of parameter {i}, whose mean has rank 2, in the step after one "
-                        "of zeros"
+                        f"gradient of parameter {i}, whose mean has rank {REVIVE_RANKS[step]}, in "
+                        f"step {step} after one of zeros"
                     )
+                    if step > 1 and not hint:
+                        hint = "The step before had rank 1: which columns of Q were zero then?"
                     if isinstance(got, np.ndarray) and not got.any():
                         hint = "Q has become zero, and M·0 is zero. Keep the old Q's column then."
                 if wrong := oracle.differs(rank, what, got, mean, dtype="float32", hint=hint):

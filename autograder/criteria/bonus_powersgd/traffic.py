@@ -111,11 +111,30 @@ def _all_steps(case: Case) -> list[list[list[Event]]] | list[Finding]:
     return problems or [steps for steps in found if not isinstance(steps, Finding)]
 
 
+def _found_beside(case: Case, rank: int) -> str | None:
+    """What is communication, but none of a step's means: before the steps, and barriers."""
+    events = case.trace.events[rank]
+    began = [i for i, event in enumerate(events) if event.kind == "compute"]
+    early = [event.collective for event in events[: began[0]] if event.kind == "issue"]
+    if early:
+        return (
+            f"{early[0]} before the first step: every rank can draw the same Q without "
+            "communication."
+        )
+    # After the last step there may be barriers of ours.
+    if any(e.collective == "barrier" for e in events[: began[-1]] if e.kind == "issue"):
+        return "a barrier in a step: all ranks wait, and nothing needs it."
+    return None
+
+
 def judge_calls(case: Case) -> Iterator[Finding]:
-    """No step has more than three collectives."""
+    """No step has more than three collectives, and nothing is sent but in steps."""
     for rank, steps in enumerate(_all_steps(case)):
         if isinstance(steps, Finding):
             yield steps
+            continue
+        if problem := _found_beside(case, rank):
+            yield Finding(problem, rank)
             continue
         most = max(len(step) for step in steps)
         if most > MOST_CALLS:

@@ -23,17 +23,17 @@ CASES = 6
 
 
 def draw_planning(draw: Draw) -> list[Values]:
-    """Models with matrices of all sizes and with vectors; networks of all speeds."""
+    """One model of one matrix, others with all kinds of tensors; networks of all speeds."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
-        for _ in range(CASES):
+        for number in range(CASES):
             width = int(rng.integers(64, 512))
             shapes = [[3 * width, width], [3 * width], [int(rng.integers(8, 64)), width, 3, 3]]
-            shapes += [[width], [2, 3], [width, int(rng.integers(100, 4000))]]
+            shapes += [[width], [2, 3], [], [width, int(rng.integers(100, 4000))]]
             cases.append(
                 {
-                    "shapes": shapes,
+                    "shapes": shapes if number else shapes[:1],
                     "rank": int(rng.integers(1, 9)),
                     "world_size": int(rng.integers(3, 100)),
                     "latency_s": float(10 ** rng.uniform(-6, -3)),
@@ -144,11 +144,11 @@ class ExactReducer:
     """A stand-in that averages gradients one by one, uncompressed."""
 
     def __init__(self, parameters: Any) -> None:
-        self.parameters = list(parameters)
+        self._held = list(parameters)
 
     def reduce_gradients(self) -> None:
         """Replaces every gradient by its mean over ranks."""
-        for parameter in self.parameters:
+        for parameter in self._held:
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
@@ -161,8 +161,11 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
         tuple(torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
         for step in range(STEPS)
     ]
-    losses = train(model, ExactReducer(model.parameters()), batches, LR, oracle.mse)
-    answer: Values = {"losses": np.array([float(loss) for loss in losses])}
+    losses = train(model, ExactReducer(model.parameters()), iter(batches), LR, oracle.mse)
+    answer: Values = {
+        "losses": np.array([float(loss) for loss in losses]),
+        "floats": all(isinstance(loss, float) for loss in losses),
+    }
     for i, parameter in enumerate(model.parameters()):
         answer[f"p{i}"] = parameter.detach().cpu().numpy()
     return answer
@@ -182,6 +185,9 @@ def judge_train(case: Case) -> Iterator[Finding]:
             hint="One per batch, before the update, with fresh gradients for each.",
         ):
             yield wrong
+            continue
+        if answer.get("floats") is not True:
+            yield Finding("expected each loss as a float; a tensor's `item()` gives it.", rank)
             continue
         for i, expected in enumerate(final):
             if wrong := oracle.differs(

@@ -60,11 +60,11 @@ LAB = Lab(
         ),
         _plan(
             name="ring_plan_reduce", title="N - 1 steps that add up", points=9,
-            draw=plan.draw_steps, judge=plan.judge_reduce,
+            draw=partial(plan.draw_steps, worlds=plan.VIRTUAL_WORLDS), judge=plan.judge_reduce,
         ),
         _plan(
             name="ring_plan_gather", title="N - 1 steps that hand round", points=7,
-            draw=plan.draw_steps, judge=plan.judge_gather,
+            draw=partial(plan.draw_steps, worlds=plan.ALSO_ONE), judge=plan.judge_gather,
         ),
         Criterion(
             name="ring_exchange", title="sends and receives at the same time", points=8,
@@ -80,11 +80,11 @@ LAB = Lab(
         _traffic(name="ring_bytes", title="2 (N - 1) / N of the tensor leaves each rank",
                  points=10, judge=traffic.judge_bytes),
         _traffic(name="ring_neighbours", title="to the next rank only", points=6,
-                 judge=traffic.judge_neighbours),
+                 draw=partial(traffic.draw, small=True), judge=traffic.judge_neighbours),
         _traffic(name="ring_messages", title="one N-th of the tensor at a time", points=6,
                  judge=traffic.judge_messages),
         _traffic(name="ring_time", title="as fast as the links allow, in virtual time", points=7,
-                 judge=traffic.judge_time),
+                 draw=partial(traffic.draw, op="max"), judge=traffic.judge_time),
         _model(
             name="ring_seconds", title="latency and bandwidth", points=5,
             observe=model.observe_seconds, judge=model.judge_seconds,

@@ -15,19 +15,22 @@ from autograder.criteria.common.answers import item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 VIRTUAL_WORLDS = (2, 3, 5, 8)
+ALSO_ONE = (1, *VIRTUAL_WORLDS)  # one rank: a plan without steps, of which only one half is judged
+# In float64, int(61 / 7 * 7) is 60; the last size is too large for float32.
+LOST_BY_ROUNDING = ((61, 7), (15, 13), (20_000_003, 7))
 
 
 # --- chunks --------------------------------------------------------------------------------------
 
 
 def draw_chunks(draw: Draw) -> list[Values]:
-    """Sizes that divide evenly and that do not, sizes below the number of chunks, and zero."""
+    """Sizes that divide evenly and that do not, below the number of chunks, zero, and large."""
     rng = draw.shared()
     cases = []
     for chunks in (1, 3, 4, 7):
         whole = chunks * int(rng.integers(3, 9))
         cases += [[whole, chunks], [whole + int(rng.integers(1, max(2, chunks))), chunks]]
-    cases += [[2, 5], [0, 3], [1, 1]]
+    cases += [[2, 5], [0, 3], [1, 1], *map(list, LOST_BY_ROUNDING)]
     return [{"cases": cases} for _ in range(draw.world_size)]
 
 
@@ -89,15 +92,15 @@ def _chunks_problem(values: Any, numel: int, chunks: int) -> str | None:
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def draw_steps(draw: Draw) -> list[Values]:
+def draw_steps(draw: Draw, worlds: tuple[int, ...]) -> list[Values]:
     """Draws nothing: the criterion evaluates all ranks of all virtual worlds."""
-    return [{} for _ in range(draw.world_size)]
+    return [{"worlds": list(worlds)} for _ in range(draw.world_size)]
 
 
 def observe_steps(ring_steps: Any, inputs: Values, context: Context) -> Values:
     """The steps of the virtual ranks that this real rank evaluates."""
     answer: Values = {}
-    for world_size in VIRTUAL_WORLDS:
+    for world_size in inputs["worlds"]:
         for rank in range(context.rank, world_size, context.world_size):
             answer[f"{world_size}/{rank}"] = [
                 [integer(sent, "a chunk to send"), integer(received, "a chunk to receive")]
@@ -195,7 +198,7 @@ def judge_gather(case: Case) -> Iterator[Finding]:
     so. The second half is then judged as if each rank had the sum that it sends first; and not at
     all if it repeats the steps of the first half, because then it repeats their mistake.
     """
-    for n in VIRTUAL_WORLDS:
+    for n in ALSO_ONE:
         half, before = _half(case, n, first=False), _half(case, n, first=True)
         if isinstance(half, Finding):
             yield half

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.places import on_two_nodes
+from autograder.criteria.common.places import alone, on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 LARGE = 600_000  # numbers: far more than a socket accepts while no receiver reads
@@ -17,9 +18,13 @@ LARGE = 600_000  # numbers: far more than a socket accepts while no receiver rea
 
 # --- the exchange --------------------------------------------------------------------------------
 
+EXCHANGES = ("0", "1", "2", "3")
+
 
 def draw_exchange(draw: Draw) -> list[Values]:
-    """Private tensors: a large one and two small ones, each of a different dtype."""
+    """Private tensors: a large one and three small ones of several dtypes, the last one uneven."""
+    sizes = [int(draw.shared().integers(4, 9)) + 2 * rank for rank in range(draw.world_size)]
+    sizes[int(draw.shared("empty").integers(draw.world_size))] = 0
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -28,6 +33,8 @@ def draw_exchange(draw: Draw) -> list[Values]:
                 "0": rng.normal(size=LARGE).astype(np.float32),
                 "1": rng.normal(size=3),
                 "2": rng.integers(0, 1000, size=7),
+                "3": rng.normal(size=sizes[rank]),
+                "comes": sizes[rank - 1],
             }
         )
     return inputs
@@ -37,12 +44,20 @@ def draw_exchange(draw: Draw) -> list[Values]:
 def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
     """The content of `incoming` and of `outgoing` after each exchange."""
     answer: Values = {}
-    for name in ("0", "1", "2"):
+    for name in EXCHANGES:
         outgoing = torch.from_numpy(inputs[name].copy()).to(context.device)
-        incoming = torch.full_like(outgoing, -1)
+        size = inputs["comes"] if name == "3" else len(outgoing)
+        incoming = outgoing.new_full((size,), -1)
         exchange(outgoing, incoming)
         answer[name] = incoming.cpu().numpy()
         answer[f"sent/{name}"] = outgoing.cpu().numpy()
+    outgoing = torch.from_numpy(inputs["1"].copy()).to(context.device)
+    incoming = torch.full_like(outgoing, -1)
+    names = getattr(exchange, "__globals__", {})  # the notebook's RANK and WORLD_SIZE are used, too
+    one = {name: value for name, value in (("RANK", 0), ("WORLD_SIZE", 1)) if name in names}
+    with alone(context), mock.patch.dict(names, one):
+        exchange(outgoing, incoming)
+    answer["alone"] = incoming.cpu().numpy()
     return answer
 
 
@@ -50,9 +65,9 @@ def judge_exchange(case: Case) -> Iterator[Finding]:
     """Requires that each rank receives the tensor of the rank before it and keeps its own."""
     for rank, answer in enumerate(case.answers):
         before = (rank - 1) % case.world_size
-        for name in ("0", "1", "2"):
-            what = f"incoming, {case.inputs[rank][name].size} numbers"
+        for name in EXCHANGES:
             expected = case.inputs[before][name]
+            what = f"incoming, {expected.size} numbers"
             hint = f"It should be what rank {before} sends, complete when exchange returns."
             if wrong := differs(
                 rank, what, answer.get(name), expected, rtol=0.0, atol=0.0, hint=hint
@@ -66,6 +81,17 @@ def judge_exchange(case: Case) -> Iterator[Finding]:
             ):
                 yield wrong
                 break
+        else:
+            if wrong := differs(
+                rank,
+                "incoming, where there is one rank",
+                answer.get("alone"),
+                case.inputs[rank]["1"],
+                rtol=0.0,
+                atol=0.0,
+                hint="There is nobody to talk to, so it gets a copy of outgoing.",
+            ):
+                yield wrong
 
 
 # --- the all-reduce ------------------------------------------------------------------------------
@@ -135,6 +161,11 @@ def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
         tensor = torch.from_numpy(np.array(inputs[str(number)])).to(context.device)
         returned = ring_all_reduce(tensor, op)
         answer[str(number)] = tensor.cpu().numpy()
+        answer[f"is/{number}"] = (
+            isinstance(returned, torch.Tensor)
+            and returned.shape == tensor.shape
+            and returned.data_ptr() == tensor.data_ptr()
+        )
         if isinstance(returned, torch.Tensor) and returned is not tensor:
             answer[f"returned/{number}"] = returned.cpu().numpy()
     return answer
@@ -155,6 +186,10 @@ def _judge(case: Case, *, in_place: bool) -> Iterator[Finding]:
         for number in range(len(case.inputs[0]["cases"])):
             wrong = _problem(case, rank, number, answer.get(str(number)))
             elsewhere = answer.get(f"returned/{number}")
+            if in_place and not wrong and answer.get(f"is/{number}") is not True:
+                shape = case.inputs[0]["cases"][number][0]
+                text = f"the sum is in the tensor of shape {shape}, but the tensor is not returned."
+                wrong = Finding(text, rank)
             if wrong and not in_place and elsewhere is not None:
                 wrong = _problem(case, rank, number, elsewhere)
             if wrong:

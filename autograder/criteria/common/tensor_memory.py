@@ -44,4 +44,5 @@ class TensorMemory(TorchFunctionMode):
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+    return [t.untyped_storage() for t in tensors if not t.is_meta]  # they have shapes, no memory
