@@ -150,7 +150,7 @@ def draw_tail(draw: Draw) -> list[Values]:
 def draw_wait(draw: Draw) -> list[Values]:
     """Several buckets; the gradients fill each bucket exactly, also the last one."""
     rng = draw.shared()
-    per_bucket = int(rng.integers(1, 4))
+    per_bucket = int(rng.integers(2, 4))  # not one: a gradient alone is no bucket
     return _draw_buckets(draw, per_bucket * int(rng.integers(3, 6)), float(per_bucket))
 
 
