@@ -433,7 +433,8 @@ def broken_reduce(params: Sequence[nn.Parameter], bucket_bytes: int) -> None:
 #
 # - Every parameter in `params` has a gradient; the shapes are the same on all ranks.
 # - Gradients are packed into buckets, in their order. A bucket is full when it holds
-#   `bucket_bytes` or more, and travels in one asynchronous all-reduce.
+#   `bucket_bytes` or more, and travels in one asynchronous all-reduce while the next one is
+#   packed.
 # - When the function returns, every `p.grad` is the mean over the ranks.
 #
 # <details><summary>Hint 1: count</summary>
@@ -854,7 +855,8 @@ def broken_load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 # - After `load_checkpoint`, with a new model and a new optimizer of the same kind, the run goes on
 #   as if it had never stopped: the same weights, the same optimizer, and on *each* rank the
 #   same random numbers of torch's default CPU generator.
-# - `load_checkpoint` returns the step that was saved.
+# - `load_checkpoint` returns the step that was saved last.
+# - When `save_checkpoint` returns, on whatever rank, all files are there.
 #
 # <details><summary>Hint 1: what has a memory?</summary>
 #
@@ -1027,7 +1029,7 @@ def broken_metrics(metrics: dict[str, float]) -> dict[str, float]:
 # **The contract of `reduce_metrics`.**
 #
 # - `metrics` has what this rank has measured. Other ranks may have noted the same names in another
-#   order, and a rank may lack some names, or have some that no other has.
+#   order, and a rank may lack some names, or all, or have some that no other has.
 # - Every rank gets all names that *any* rank has, each with its mean over the ranks that have it.
 #
 # (On the check's emulated cluster tensors are on the CPU, as they are here.)

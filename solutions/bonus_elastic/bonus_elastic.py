@@ -481,7 +481,8 @@ check("elastic_resize", ElasticSampler)
 # **Write `load_together(folder)`**, which all ranks call.
 #
 # - On all ranks `(step, state)` with the same step: the highest one whose file is whole on **all**
-#   ranks. `None` on all ranks if there is none.
+#   ranks. `None` on all ranks if there is none, also at a job's first start: then there is no
+#   folder. Other files than checkpoints may be in it.
 # - Files may be missing on some ranks, or cut off, or empty. Tensors come to the CPU.
 # - `state` is a dict of tensors, numbers, text, `None`, lists, tuples and dicts.
 #
@@ -752,7 +753,8 @@ check("elastic_handler", Preemption)
 # - After every step ask `preemption.requested()`. If it says so, save this step, **once**, and
 #   leave the loop: the script ends well, without `--out`.
 # - When all `--steps` are done, rank 0 writes `--out`: the trained `p0 … p3`, and `losses` with one
-#   number per step, those of earlier runs included.
+#   number per step, those of earlier runs included. An earlier run may have done, and saved, all
+#   steps, and died before it wrote.
 # - Do not catch what a collective raises when a rank has died. Let the process end; it will be
 #   started anew.
 #

@@ -101,7 +101,7 @@ def test_the_oracle_is_the_curve_that_passes():
     every = inputs[0]["job"]["every"]
     answer = {"losses": losses, "began": [0, every, 2 * every]}
     answer |= {f"p{i}": p for i, p in enumerate(parameters)}
-    for run in ("whole", "resumed"):
+    for run in ("whole", "done", "resumed"):
         answer |= {f"{run}/{k}": v for k, v in answer.items() if k == "losses" or k[0] == "p"}
     assert elastic_script.judge_rejoin(Case(3, inputs, [answer, {}, {}])) == []
     one_bit = answer | {"resumed/losses": np.nextafter(losses, 2.0)}

@@ -42,8 +42,8 @@ def _draw_dataset(draw: Draw, settings: list[tuple[int, int]]) -> list[Values]:
 def draw_tail(draw: Draw) -> list[Values]:
     """Two dataset sizes that the ranks cannot share evenly; one is below the number of ranks."""
     rng, w = draw.shared("sizes"), draw.world_size
-    rest = int(rng.integers(1, w)) if w > 1 else 0
-    return _draw_dataset(draw, [(int(rng.integers(3, 6)) * w + rest, 1), (max(1, w - 1), 1)])
+    # One sample too many: shares that are rounded up differ by two or more.
+    return _draw_dataset(draw, [(int(rng.integers(3, 6)) * w + 1, 1), (max(1, w - 1), 1)])
 
 
 def draw_batches(draw: Draw) -> list[Values]:
@@ -215,7 +215,10 @@ def draw_order(draw: Draw) -> list[Values]:
 
 
 def draw_missing(draw: Draw) -> list[Values]:
-    """The same order on every rank, but rank 0 lacks different metrics than the other ranks."""
+    """The same order on every rank, but rank 0 lacks different metrics than the other ranks.
+
+    Of three ranks the last has none. A value of rank 0 is zero, which is not the same as missing.
+    """
     inputs = []
     for rank in range(draw.world_size):
         left_out = "tokens" if rank == 0 else "accuracy"
@@ -223,7 +226,10 @@ def draw_missing(draw: Draw) -> list[Values]:
             left_out = "accuracy lr loss"
         values = draw.private(rank).uniform(1, 100, len(NAMES))
         pairs = zip(sorted(NAMES), values, strict=True)
-        inputs.append({"metrics": {n: float(v) for n, v in pairs if n not in left_out.split()}})
+        metrics = {n: float(v) for n, v in pairs if n not in left_out.split()}
+        if rank == 0:
+            metrics["grad_norm"] = 0.0
+        inputs.append({"metrics": {} if rank == draw.world_size - 1 > 1 else metrics})
     return inputs
 
 

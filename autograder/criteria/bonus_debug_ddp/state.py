@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -99,6 +102,7 @@ def judge_broadcast(case: Case) -> Iterator[Finding]:
 # --- a checkpoint --------------------------------------------------------------------------------
 
 SIZES, SAMPLES = (4, 6, 2), 5
+LATE_S = 0.3
 
 
 def draw_resume(draw: Draw) -> list[Values]:
@@ -152,15 +156,41 @@ def _train(
         optimizer.step()
 
 
+@contextlib.contextmanager
+def _late_file(rank: int) -> Iterator[None]:
+    """Rank 0 writes its files late, so that a rank that does not wait for them shows."""
+    save = torch.save
+
+    def late(*args: Any, **options: Any) -> None:
+        time.sleep(LATE_S)
+        save(*args, **options)
+
+    with mock.patch.object(torch, "save", late if rank == 0 else save):
+        yield
+
+
+def _lower_lr(optimizer: torch.optim.Optimizer) -> None:
+    """As a scheduler does; the optimizer's state has it."""
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+
+
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
-    """Trains, saves, loads into a new model and a new optimizer, and continues training."""
+    """Trains, saves, loads into a new model and a new optimizer, and continues training.
+
+    An earlier checkpoint is in the folder, and the learning rate changes before the second one.
+    """
     save_checkpoint, load_checkpoint = subject
     folder = _shared_folder(context)
     before, end = inputs["before"], inputs["before"] + inputs["after"]
     model = oracle.mlp(inputs, torch.float64).to(context.device)
     optimizer = _optimizer(inputs["use"], model)
+    save_checkpoint(folder, model, optimizer, 0)
+    dist.barrier()
     _train(model, optimizer, inputs, range(before), context.device)
-    save_checkpoint(folder, model, optimizer, before)
+    _lower_lr(optimizer)
+    with _late_file(context.rank):
+        save_checkpoint(folder, model, optimizer, before)
 
     model = oracle.mlp(inputs, torch.float64).to(context.device)
     optimizer = _optimizer(inputs["use"], model)
@@ -176,8 +206,10 @@ def judge_resume(case: Case) -> Iterator[Finding]:
     """The weights are those of a run that was never interrupted."""
     inputs = case.inputs[0]
     model = oracle.mlp(inputs, torch.float64)
-    steps = inputs["before"] + inputs["after"]
-    _train(model, _optimizer(inputs["use"], model), inputs, range(steps), "cpu")
+    before, optimizer = inputs["before"], _optimizer(inputs["use"], model)
+    _train(model, optimizer, inputs, range(before), "cpu")
+    _lower_lr(optimizer)
+    _train(model, optimizer, inputs, range(before, before + inputs["after"]), "cpu")
     for rank, answer in enumerate(case.answers):
         if told(answer, "step") != inputs["before"]:
             yield Finding(
@@ -195,7 +227,7 @@ def judge_resume(case: Case) -> Iterator[Finding]:
                 p.detach().numpy(),
                 dtype="float64",
                 hint="An uninterrupted run ends elsewhere. An optimizer with a memory that is "
-                "empty takes other steps.",
+                "empty, or with its first learning rate, takes other steps.",
             ):
                 yield wrong
                 break
@@ -214,6 +246,7 @@ def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
         torch.manual_seed(inputs["seed"])
         torch.rand(inputs["before"])
         save_checkpoint(folder, model, optimizer, 1)
+        dist.barrier()  # a save that does not wait costs only `debug_resume_optimizer`
         torch.manual_seed(0)  # a new process does not have the old generator state
         load_checkpoint(folder, model, optimizer)
         return {"drawn": torch.rand(NUM_DRAWN).numpy()}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import is_floats, item_of, told
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import are_close, batch_gradients, collect, weights_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
@@ -64,6 +67,8 @@ def observe_step(train_step: Any, inputs: Values, context: Context) -> Values:
     optimizer = _optimizer(inputs, model)
     for step in range(inputs["steps"]):
         x, y = (torch.from_numpy(inputs[f"{n}/{step}"]).double() for n in "xy")
+        if inputs["optimizer"] == "adam":  # gradients that stay cost only `debug_step_mean`
+            optimizer.zero_grad()
         train_step(model, optimizer, oracle.mse, x.to(context.device), y.to(context.device))
     answer: Values = {}
     _told_parameters(answer, model)
@@ -145,26 +150,60 @@ def draw_tail(draw: Draw) -> list[Values]:
 def draw_wait(draw: Draw) -> list[Values]:
     """Several buckets; the gradients fill each bucket exactly, also the last one."""
     rng = draw.shared()
-    per_bucket = int(rng.integers(1, 4))
+    per_bucket = int(rng.integers(2, 4))  # not one: a gradient alone is no bucket
     return _draw_buckets(draw, per_bucket * int(rng.integers(3, 6)), float(per_bucket))
 
 
 def observe_buckets(reduce_in_buckets: Any, inputs: Values, context: Context) -> Values:
-    """The gradients after one reduction."""
+    """The gradients after one reduction, and the order in which it sent and waited."""
     gradients = [torch.from_numpy(inputs[f"g{i}"].copy()) for i in range(inputs["count"])]
     params = [nn.Parameter(torch.zeros_like(g, device=context.device)) for g in gradients]
     for p, gradient in zip(params, gradients, strict=True):
         p.grad = gradient.to(context.device)
-    reduce_in_buckets(params, inputs["bucket_bytes"])
-    return {f"g{i}": oracle.grad_of(p).copy() for i, p in enumerate(params)}
+    with _noted_calls() as calls:
+        reduce_in_buckets(params, inputs["bucket_bytes"])
+    answer: Values = {"calls": calls}
+    return answer | {f"g{i}": oracle.grad_of(p).copy() for i, p in enumerate(params)}
 
 
-def _judge_buckets(case: Case, hint: str) -> Iterator[Finding]:
+@contextlib.contextmanager
+def _noted_calls() -> Iterator[list[str]]:
+    """Yields a list that gets "send" for every all-reduce and "wait" for every wait on a handle.
+
+    The trace of the emulated cluster does not tell: there, whoever takes a future waits at once.
+    """
+    calls: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def noted(*args: Any, **options: Any) -> Any:
+        calls.append("send")
+        work = all_reduce(*args, **options)
+        if work is None:  # not asynchronous
+            calls.append("wait")
+            return None
+        wait = work.wait
+
+        def noted_wait(*args: Any, **options: Any) -> Any:
+            calls.append("wait")
+            return wait(*args, **options)
+
+        work.wait = noted_wait
+        return work
+
+    with mock.patch.object(dist, "all_reduce", noted):
+        yield calls
+
+
+def _judge_buckets(case: Case, hint: str, *, any_scale: bool) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         for i in range(case.inputs[0]["count"]):
             own = case.inputs[rank][f"g{i}"]
             expected = oracle.mean([inputs[f"g{i}"] for inputs in case.inputs])
             got = answer.get(f"g{i}")
+            if any_scale and is_floats(got, expected.shape):
+                scale = float((got * expected).sum() / (expected**2).sum())
+                if scale > 0.1 and oracle.agrees(got, scale * expected):
+                    continue
             why = oracle.explain_gradient(got, expected, own, case.world_size)
             what = f"gradient {i} of {case.inputs[0]['count']}"
             if wrong := oracle.differs(rank, what, got, expected, hint=f"{why} {hint}"):
@@ -173,17 +212,47 @@ def _judge_buckets(case: Case, hint: str) -> Iterator[Finding]:
 
 
 def judge_tail(case: Case) -> Iterator[Finding]:
-    """The gradients in the last bucket are reduced although the bucket is not full."""
-    return _judge_buckets(case, "Here all gradients together do not fill one bucket.")
+    """The gradients in the last bucket are reduced although the bucket is not full.
 
-
-def judge_wait(case: Case) -> Iterator[Finding]:
-    """The student's code waits for every bucket before it uses the bucket."""
+    A sum in place of the mean costs only `debug_bucket_wait`.
+    """
     return _judge_buckets(
-        case,
-        "Here there are several buckets: a tensor may be read only after the wait() of its "
-        "own handle.",
+        case, "Here all gradients together do not fill one bucket.", any_scale=True
     )
+
+
+def judge_wait(case: Case) -> Iterable[Finding]:
+    """The student's code waits for every bucket before it uses the bucket, and not earlier."""
+    return list(
+        _judge_buckets(
+            case,
+            "Here there are several buckets: a tensor may be read only after the wait() of its "
+            "own handle.",
+            any_scale=False,
+        )
+    ) or list(_judge_traffic(case))
+
+
+def _judge_traffic(case: Case) -> Iterator[Finding]:
+    """Each bucket travels in one all-reduce; the first wait comes after the second of them."""
+    numbers = case.inputs[0]["bucket_bytes"] // 4
+    expected = [numbers] * (case.inputs[0]["count"] * VALUES_PER_PARAMETER // numbers)
+    for rank, events in enumerate(case.trace.events):
+        got = [e.numel for e in events if e.kind == "issue" and e.collective == "all_reduce"]
+        if got != expected:
+            yield Finding(
+                f"{case.inputs[0]['count']} gradients of {4 * VALUES_PER_PARAMETER} bytes with "
+                f"bucket_bytes={4 * numbers}: expected {len(expected)} all-reduces of {numbers} "
+                f"numbers each, got {got}. A bucket is full when it holds bucket_bytes or more.",
+                rank,
+            )
+        elif [item_of(told(case.answers[rank], "calls"), i) for i in (0, 1)] == ["send", "wait"]:
+            yield Finding(
+                "the first bucket has been waited for before the second was sent, so only one "
+                "travels at a time. Send first, with async_op=True, and wait when all are under "
+                "way.",
+                rank,
+            )
 
 
 # --- accumulation --------------------------------------------------------------------------------
@@ -235,16 +304,24 @@ def _draw_scaled(draw: Draw, steps: int, **options: Any) -> list[Values]:
 
 
 def draw_scaler(draw: Draw) -> list[Values]:
-    """The scale grows after two good steps in a row; one step overflows on one rank."""
-    inputs = _draw_scaled(draw, 6, growth_interval=2, max_norm=NO_LIMIT)
+    """The scale grows after two good steps in a row; two steps overflow, each on one rank.
+
+    An infinite input makes gradients nan; an infinite target makes them infinite and none nan.
+    """
+    inputs = _draw_scaled(draw, 7, growth_interval=2, max_norm=NO_LIMIT, clear=False)
     rng = draw.shared("unlucky")
-    inputs[int(rng.integers(draw.world_size))][f"x/{int(rng.integers(2, 5))}"][0, 0] = np.inf
+    for name, step in zip("xy", 2 + rng.permutation(4)[:2], strict=True):
+        inputs[int(rng.integers(draw.world_size))][f"{name}/{step}"][0, 0] = np.inf
     return inputs
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """The scale never changes; the clipping limit is below the gradient's norm."""
-    inputs = _draw_scaled(draw, 2, growth_interval=1000, max_norm=0.0)
+    """The scale never changes; the clipping limit is below the gradient's norm.
+
+    The check clears the gradients: those that stay from an earlier step cost only
+    `debug_amp_order`.
+    """
+    inputs = _draw_scaled(draw, 2, growth_interval=1000, max_norm=0.0, clear=True)
     case = Case(draw.world_size, inputs, [])
     size = _norm(_gradients(case, oracle.mlp(inputs[0], torch.float64), 0))
     for values in inputs:
@@ -263,6 +340,8 @@ def observe_scaled(subject: Any, inputs: Values, context: Context) -> Values:
     incoming: list[float] = []
     for step in range(inputs["steps"]):
         x, y = (torch.from_numpy(inputs[f"{n}/{step}"]).to(context.device) for n in "xy")
+        if inputs["clear"]:
+            optimizer.zero_grad()
         loss = oracle.mse(ddp_model(x), y)
         loss.register_hook(lambda gradient: incoming.append(float(gradient)))
         amp_step(ddp_model, optimizer, scaler, loss, max_norm=inputs["max_norm"])

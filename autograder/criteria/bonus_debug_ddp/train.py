@@ -19,6 +19,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 FEATURES, CLASSES = 5, 4
@@ -29,7 +30,9 @@ PER_RANK = 6  # samples of each rank
 class Recorded(nn.Module):
     """A linear classifier that records the first column of its training inputs.
 
-    It also records whether there was a file at `path` in its last forward pass of training.
+    It also records whether there was a file at `path` in its last forward pass of training. A
+    buffer has a name in which "module." stands too, so that a file without buffers, or with a
+    "module." too few, has other names.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class Recorded(nn.Module):
     ) -> None:
         super().__init__()
         self.classify = oracle.mlp(inputs, dtype)
+        self.meter_module = nn.Module()
+        self.meter_module.register_buffer("scale", torch.ones(1))
         self.seen: list[float] = []
         self.path, self.was_saved = path, False
 
@@ -50,10 +55,10 @@ class Recorded(nn.Module):
 # --- draw ----------------------------------------------------------------------------------------
 
 
-def _draw(draw: Draw, num_epochs: int, **options: Any) -> list[Values]:
-    """The same weights, seed and data on every rank."""
+def _draw(draw: Draw, num_epochs: int, *, missing: int = 0, **options: Any) -> list[Values]:
+    """The same weights, seed and data on every rank; `missing` samples make the shares uneven."""
     rng = draw.shared()
-    n = draw.world_size * PER_RANK
+    n = draw.world_size * PER_RANK - missing
     values = oracle.draw_parameters(rng, (FEATURES, CLASSES)) | options
     values |= {"seed": int(rng.integers(10_000)), "num_epochs": num_epochs, "n": n}
     values["x"] = rng.normal(size=(n, FEATURES)).astype(np.float32)
@@ -72,8 +77,9 @@ def draw_data(draw: Draw) -> list[Values]:
 
 
 def draw_shares(draw: Draw) -> list[Values]:
-    """One epoch over rows that can be told apart."""
-    return _draw(draw, 1, equal_rows=False, generated=False, batch_size=2)
+    """One epoch over rows that can be told apart; the ranks cannot share them evenly."""
+    missing = int(draw.world_size > 1)
+    return _draw(draw, 1, missing=missing, equal_rows=False, generated=False, batch_size=2)
 
 
 def draw_epochs(draw: Draw) -> list[Values]:
@@ -101,6 +107,7 @@ def _dataset(inputs: Values, generator: torch.Generator) -> tuple[torch.Tensor, 
 # --- observe -------------------------------------------------------------------------------------
 
 
+@on_two_nodes
 def observe(train: Any, inputs: Values, context: Context) -> Values:
     """Trains once; returns the weights, the samples in their order, and the file's content."""
 
@@ -229,40 +236,46 @@ def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
     return [list(step) for step in zip(*batches, strict=True)]
 
 
-def _epochs(case: Case) -> list[np.ndarray] | Finding:
-    """Per epoch the sample numbers [rank, position], or a finding if the records are wrong."""
+def _epochs(case: Case) -> list[list[np.ndarray]] | Finding:
+    """Per epoch and rank the sample numbers, or a finding if the records are wrong."""
     inputs = case.inputs[0]
-    expected = PER_RANK * inputs["num_epochs"]
+    low, high = inputs["n"] // case.world_size, -(-inputs["n"] // case.world_size)
     rows = []
     for rank, answer in enumerate(case.answers):
         seen = answer.get("seen")
         if not is_floats(seen) or seen.ndim != 1:
             return Finding("no samples went through the model.", rank)
-        if len(seen) != expected:
+        per_epoch, rest = divmod(len(seen), inputs["num_epochs"])
+        if rest or per_epoch not in (low, high):
             return Finding(
                 f"{len(seen)} samples went through this rank's model in {inputs['num_epochs']} "
                 f"epoch(s) over {inputs['n']} samples on {case.world_size} ranks, expected "
-                f"{expected}. A DistributedSampler gives each rank its share.",
+                f"{high} in each. A DistributedSampler gives each rank its share.",
                 rank,
             )
-        rows.append(seen.reshape(inputs["num_epochs"], PER_RANK))
-    return list(np.stack(rows, axis=1))
+        rows.append(np.split(seen, inputs["num_epochs"]))
+    return [list(epoch) for epoch in zip(*rows, strict=True)]
 
 
 def judge_shares(case: Case) -> list[Finding]:
-    """In an epoch every sample goes through exactly one rank."""
+    """In an epoch every sample goes through exactly one rank.
+
+    Shares may be padded to the same length, so a few samples may come twice.
+    """
     epochs = _epochs(case)
     if isinstance(epochs, Finding):
         return [epochs]
     for number, epoch in enumerate(epochs):
-        numbers, counts = np.unique(epoch, return_counts=True)
+        numbers = np.unique(np.concatenate(epoch))
         expected = np.arange(case.inputs[0]["n"], dtype=np.float64)
-        if not np.array_equal(numbers, expected) or counts.max() > 1:
+        if not np.array_equal(numbers, expected):
             return [
                 Finding(
-                    f"epoch {number}: {len(numbers)} different samples in {epoch.size} places, "
-                    f"expected {len(expected)}, each on one rank. A shuffled loader on every rank "
-                    "deals the same samples out several times; ranks have to share one permutation."
+                    f"epoch {number}: {len(numbers)} different samples in "
+                    f"{sum(map(len, epoch))} places, expected {len(expected)}, each on one rank. A "
+                    "shuffled loader on every rank deals the same samples out several times; ranks "
+                    "have to share one permutation. And none is left out: a few that come twice "
+                    "fill the last places."
                 )
             ]
     return []
@@ -306,12 +319,12 @@ def judge_saved(case: Case) -> list[Finding]:
                 0,
             )
         )
-    keys = told(answer, "keys")
-    if not findings and (not isinstance(keys, list) or sorted(map(str, keys)) != sorted(NAMES)):
+    keys, names = told(answer, "keys"), sorted(Recorded(case.inputs[0]).state_dict())
+    if not findings and (not isinstance(keys, list) or sorted(map(str, keys)) != names):
         findings.append(
             Finding(
-                f"the file has the names {keys}, the model {sorted(NAMES)}. Whoever loads it has "
-                "no DDP around the model.",
+                f"the file has the names {keys}, the model's state_dict {names}. Whoever loads it "
+                "has no DDP around the model.",
                 0,
             )
         )

@@ -69,7 +69,7 @@ LAB = Lab(
                 draw=states.draw_reshard, observe=states.observe_reshard,
                 judge=states.judge_reshard),
         _states(name="elastic_own", title="a part holds no more than a part", points=2,
-                draw=states.draw_reshard, observe=states.observe_reshard,
+                draw=states.draw_own, observe=states.observe_reshard,
                 judge=states.judge_own),
         _states(name="elastic_adam", title="AdamW goes on with other ranks", points=4,
                 draw=states.draw_adam, observe=states.observe_adam, judge=states.judge_adam),

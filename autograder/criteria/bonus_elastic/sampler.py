@@ -8,12 +8,14 @@ sampler uses them.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,13 +35,22 @@ def cut(size: int, world_size: int, rank: int) -> slice:
 
 @contextlib.contextmanager
 def _random_numbers(seed: int) -> Iterator[list[Any]]:
-    """Seeds the process's random generators, yields `_states()`, and restores the generators."""
+    """Seeds the process's random generators, yields `_states()`, and restores the generators.
+
+    `seed` also changes what `hash` gives for a text, as a new process does.
+    """
+
+    def salted(value: Any) -> int:
+        return plain_hash((seed, value) if isinstance(value, str | bytes) else value)
+
+    plain_hash = hash
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        yield _states()
+        with mock.patch.object(builtins, "hash", salted):
+            yield _states()
     finally:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
@@ -67,7 +78,7 @@ def _fresh(sampler_class: Any, values: Values, state: Any = None) -> Any:
     with _random_numbers(0):
         sampler = _make(sampler_class, values)
         if state is not None:
-            sampler.load_state_dict(_through_a_file(state))
+            sampler.load_state_dict(state)
     return sampler
 
 
@@ -93,8 +104,13 @@ def _deal_to_all(samplers: list[Any], values: Values, count: int) -> Batches:
 # --- reading the batches -------------------------------------------------------------------------
 
 
-def _read(batches: Any, world_sizes: list[int], num_samples: int) -> list[list[int]] | str:
-    """The global batches in order, or a text that says what is wrong with their form or parts."""
+def _read(
+    batches: Any, world_sizes: list[int], num_samples: int, *, any_parts: bool = False
+) -> list[list[int]] | str:
+    """The global batches in order, or a text that says what is wrong with their form or parts.
+
+    With `any_parts` the sizes and the ranks' parts may be wrong; only the samples of a batch count.
+    """
     if not isinstance(batches, list) or len(batches) != len(world_sizes):
         return "no batches came back."
     whole = []
@@ -106,6 +122,9 @@ def _read(batches: Any, world_sizes: list[int], num_samples: int) -> list[list[i
             return "indices are not all numbers."
         sizes = {part[-1] for part in parts}
         batch = [index for part in parts for index in part[:-1]]
+        if any_parts:
+            whole.append(sorted(set(batch)))
+            continue
         if len(sizes) > 1:
             return f"batch {number}: ranks were told different sizes: {sorted(sizes)}."
         size = sizes.pop()
@@ -261,8 +280,8 @@ def judge_order(case: Case) -> list[Finding]:
         if one != again:
             wrong(
                 "two samplers with the same seed dealt in another order. Where does the order "
-                "come from? The process's random numbers differ from rank to rank, and after a "
-                "restart.",
+                "come from? The process's random numbers, and hash() of a text, differ from rank "
+                "to rank and after a restart.",
                 rank,
             )
         elif answer.get("touched") is not False:
@@ -318,7 +337,8 @@ def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Valu
                 with _random_numbers(0):
                     row.append(_deal(sampler, rank, world_size, inputs))
             batches.append(row)
-        state = samplers[inputs["saver"] % world_size].state_dict()
+        # All samplers get the same dict: one that counts in it counts for the others, too.
+        state = _through_a_file(samplers[inputs["saver"] % world_size].state_dict())
     return {"calm": calm, "batches": batches}
 
 
@@ -342,8 +362,11 @@ def judge_resize(case: Case) -> Iterator[Finding]:
     world_sizes = [r for r, stay in zip(ranks, stays, strict=True) for _ in range(stay)]
     starts = list(itertools.accumulate(stays))[:-1]
     for rank, answer in enumerate(map(plain, case.answers)):
-        calm = _read(answer.get("calm"), [1] * sum(stays), given["num_samples"])
-        got = _read(answer.get("batches"), world_sizes, given["num_samples"])
+        # `elastic_epoch` judges which rank takes what of a batch.
+        calm, got = (
+            _read(answer.get(name), sizes, given["num_samples"], any_parts=True)
+            for name, sizes in (("calm", [1] * sum(stays)), ("batches", world_sizes))
+        )
         if isinstance(calm, str) or isinstance(got, str):
             yield Finding(calm if isinstance(calm, str) else str(got), rank)
             continue

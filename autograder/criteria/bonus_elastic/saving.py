@@ -107,11 +107,14 @@ def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
     """Per save of SAVES and death in it: when it came, what it left, and what came after."""
     before, full, place = (Path(folder, name) for name in ("before", "full", "now"))
     one, two, three = inputs["steps"]
+    shutil.copytree(before, full)
     for step in (one, two):  # undisturbed, to see how large a whole file is
         state = _state(inputs, step, True)
         run_to_its_end(partial(_save, save_together, str(full), step, state))
     whole = {p.name: {p.stat().st_size} for p in full.iterdir()}
     whole.setdefault(name_of(one), set()).add((before / name_of(one)).stat().st_size)
+    if (full / name_of(one)).read_bytes() == (before / name_of(one)).read_bytes():
+        raise RuntimeError(f"step {one} was saved once more, and the old file is still there")
 
     def afresh() -> None:
         shutil.rmtree(place, ignore_errors=True)
@@ -177,10 +180,13 @@ def _left_behind(left: Values, given: Values, step: int, right: list[str]) -> st
         return (
             f"{when}: now {old} is gone. What is there has to stay until the new file has its name."
         )
-    if left.get("later") != right:
+    later = left.get("later")
+    there = set(later) if isinstance(later, list) else set()
+    steps = {name_of(s) for s in (*given["steps"][::2], step)}
+    if not set(right) <= there <= steps:  # `elastic_keep` counts how many are left
         return (
             f"{when}: when step {step} and then step {given['steps'][2]} are saved by new "
-            f"processes, there should be {right}, there is {left.get('later')}. What a death "
+            f"processes, there should be {right}, there is {later}. What a death "
             "leaves behind must not get in the way, nor count as a checkpoint."
         )
     return ""
@@ -275,7 +281,7 @@ def draw_keep(draw: Draw) -> list[Values]:
     rng = draw.shared()
     values = {
         "steps": rising_steps(rng, 6),
-        "keep": int(rng.integers(2, 5)),
+        "keep": int(rng.choice([2, 4])),  # not the default
         "weight": rng.normal(size=50).astype(np.float32),
     }
     return [dict(values) for _ in range(draw.world_size)]
@@ -329,8 +335,9 @@ def draw_agree(draw: Draw) -> list[Values]:
     steps = rising_steps(rng, 4)
     last = draw.world_size - 1
     lacks = int(rng.integers(1, draw.world_size)) if last else 0
-    cases = [
+    cases: list[list[list[int] | None]] = [
         [[0, 1, 2, 3] for _ in range(draw.world_size)],
+        [None] * draw.world_size,  # a job's first start: there is no folder
         # One rank does not see the newest step.
         [[0, 1, 2] if rank == lacks else [0, 1, 2, 3] for rank in range(draw.world_size)],
         # Rank 0 does not see the two newest steps.
@@ -341,20 +348,26 @@ def draw_agree(draw: Draw) -> list[Values]:
         [[0, 1, 2, 3] for _ in range(draw.world_size)],
     ]
     spoil = [[""] * draw.world_size for _ in cases]
+    others = ["best.pt", "notes.txt", f"{name_of(steps[-1] + 1)}.tmp"]  # a dead writer's, too
     spoil[-1][lacks] = "3"
-    return _for_ranks(draw, steps, cases, spoil)
+    return _for_ranks(draw, steps, cases, spoil, others=others)
 
 
 def draw_damaged(draw: Draw) -> list[Values]:
     """All ranks see the same files, and the newest of them are damaged."""
     steps = rising_steps(draw.shared(), 4)
-    every = [[0, 1, 2, 3] for _ in range(draw.world_size)]
+    every: list[list[int] | None] = [[0, 1, 2, 3] for _ in range(draw.world_size)]
     spoil = [[what] * draw.world_size for what in ("3", "32", "empty 3", "empty 32", "3210")]
-    return _for_ranks(draw, steps, [every] * len(spoil), spoil)
+    return _for_ranks(draw, steps, [every] * len(spoil), spoil, others=[])
 
 
 def _for_ranks(
-    draw: Draw, steps: list[int], cases: list[list[list[int]]], spoil: list[list[str]]
+    draw: Draw,
+    steps: list[int],
+    cases: list[list[list[int] | None]],
+    spoil: list[list[str]],
+    *,
+    others: list[str],
 ) -> list[Values]:
     rng = draw.shared("weights")
     uneven = [len(set(each)) > 1 for each in spoil]
@@ -363,6 +376,7 @@ def _for_ranks(
         "weight": rng.normal(size=500).astype(np.float32),
         "cut": float(rng.uniform(0.1, 0.9)),
         "uneven": uneven,
+        "others": others,  # files that are no checkpoints
         "_cases": cases,
         "_spoil": spoil,
     }
@@ -378,8 +392,10 @@ def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
     save_together, load_together = functions
     found = []
     with _own_folder() as saved:
-        for step in inputs["steps"]:
-            save_together(saved, step, state_of(inputs, step), keep=9)
+        for step in inputs["steps"]:  # each into a folder of its own: nothing is deleted
+            with _own_folder() as folder:
+                save_together(folder, step, state_of(inputs, step), keep=9)
+                shutil.copytree(folder, saved, dirs_exist_ok=True)
         source: list[Any] = [str(saved)]
         dist.broadcast_object_list(source, src=0)
         for sees, spoilt, uneven in zip(
@@ -394,16 +410,22 @@ def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
 
 
 @contextlib.contextmanager
-def _shown(inputs: Values, source: str, sees: list[int], spoilt: str) -> Iterator[Path]:
-    """This rank's own folder with the files that the rank sees, some of them damaged."""
+def _shown(inputs: Values, source: str, sees: list[int] | None, spoilt: str) -> Iterator[Path]:
+    """This rank's own folder with the files that the rank sees, some of them damaged.
+
+    With `sees=None` the folder does not exist.
+    """
     with _own_folder() as folder:
+        if sees is None:
+            yield folder / "not-there"
+            return
+        for name in inputs["others"]:
+            (folder / name).write_text("not a checkpoint")
         for number in sees:
             name = name_of(inputs["steps"][number])
             shutil.copy(Path(source, name), folder)
             if str(number) in spoilt:
                 _spoil(folder / name, 0.0 if "empty" in spoilt else inputs["cut"])
-        # A file that a dead writer left unfinished is not a checkpoint.
-        (folder / f"{name_of(inputs['steps'][-1] + 1)}.tmp").write_bytes(b"half a file")
         dist.barrier()  # all ranks have copied from rank 0's folder, which rank 0 removes later
         yield folder
 
@@ -417,10 +439,12 @@ def _survives(load_together: Any, inputs: Values, source: str) -> bool:
     """
     with _shown(inputs, source, [0, 1, 2, 3], "3") as folder:
         try:
-            load_together(folder)
+            survives = _loaded(load_together(folder), inputs) == [inputs["steps"][2], True]
         except Exception:
-            return False
-    return True
+            survives = False
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, survives)
+    return all(everywhere)
 
 
 def _spoil(file: Path, share: float) -> None:
@@ -454,6 +478,7 @@ def judge_loads(case: Case) -> list[Finding]:
     for number, (sees, spoilt) in enumerate(zip(given["_cases"], given["_spoil"], strict=True)):
         if given["uneven"][number] and any(item_of(found, number) == [] for found in answers):
             continue
+        sees = [each or [] for each in sees]
         whole = [
             {n for n in sees[rank] if str(n) not in spoilt[rank]} for rank in range(case.world_size)
         ]

@@ -177,7 +177,8 @@ def judge_gradient(case: Case) -> Iterator[Finding]:
                 "the loss that combine returns",
                 answer.get("loss"),
                 np.array(loss),
-                hint="Losses are weighted like gradients.",
+                dtype="float64",
+                hint="Losses are weighted like gradients, and nothing is rounded to float32.",
             ):
                 yield wrong
 
@@ -192,6 +193,10 @@ def judge_idle(case: Case) -> Iterator[Finding]:
     right = np.concatenate([g.ravel() for g in oracle.gradients(given, x, y)])
     story = f"(The ranks have {[values['own'] for values in case.inputs]} samples.)"
     first: np.ndarray | None = None
+    told = [finite_floats(answer.get("loss"), ()) for answer in case.answers]
+    losses = [np.nan if loss is None else float(loss) for loss in told]
+    busy = [loss for loss, values in zip(losses, case.inputs, strict=True) if values["own"]]
+    agreed = np.allclose(busy, busy[0], rtol=1e-4)  # if not, `elastic_gradient` says so
     for rank, answer in enumerate(case.answers):
         got = _all_gradients(answer, oracle.parameters_of(given))
         if got is None:
@@ -211,6 +216,12 @@ def judge_idle(case: Case) -> Iterator[Finding]:
             )
         elif np.abs(got - first).max() > 1e-5 * np.abs(right).max():
             yield Finding(f"{story} this rank has another gradient than rank 0.", rank)
+        elif agreed and not np.isclose(losses[rank], busy[0], rtol=1e-4):
+            yield Finding(
+                f"{story} this rank returned a loss of {losses[rank]}, the others {busy[0]:.6g}: "
+                "also a rank without samples returns the mean loss of the global batch.",
+                rank,
+            )
 
 
 def _all_gradients(answer: Values, parameters: list[np.ndarray]) -> np.ndarray | None:

@@ -1,9 +1,9 @@
 """Stand-in for tasks 1 to 5 of bonus_elastic, copied beside a student's script as elastic_parts.py.
 
 plan.json in the same folder says what happens: the batches, a rank to kill, a step at which to
-stop. Every call and its rank go into a file, one JSON line per call. The sampler has no order, no
-epochs and no shares, and saving is neither atomic nor agreed between ranks, so this file does not
-contain the solution of any task.
+stop, whether gradients are cleared before each step. Every call and its rank go into a file, one
+JSON line per call. The sampler has no order, no epochs and no shares, and saving is neither atomic
+nor agreed between ranks, so this file does not contain the solution of any task.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def _note(name: str, *values: object) -> None:
     os.close(file)
 
 
+_combined: list[torch.nn.Parameter] = []  # those of the last step
+
+
 class ElasticSampler:
     """Gives out the plan's batches in order; kills the plan's rank at the plan's batch."""
 
@@ -49,6 +52,8 @@ class ElasticSampler:
         if number >= len(_plan()["batches"]):
             raise IndexError(f"batch {number} was asked for: --steps are done")
         _note("batch", number)
+        for p in _combined if _plan()["clear"] else ():
+            p.grad = None
         ElasticSampler.taken += 1
         batch = _plan()["batches"][number]
         return batch[rank::world_size], len(batch)
@@ -67,6 +72,7 @@ def combine(
     if not num_own and loss != 0.0:
         raise ValueError(f"a rank without samples has a loss of 0.0, got {loss}")
     own = list(parameters)
+    _combined[:] = own
     told = [None if p.grad is None else p.grad.detach().cpu() for p in own] if num_own else []
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (num_own, float(loss), told))

@@ -39,7 +39,7 @@ def draw_reshard(draw: Draw) -> list[Values]:
             [3, 3, int(rng.integers(9, 30))],
         ]
         names = [f"v{n}" for n in rng.permutation(100)[:2]]
-        values: Values = {"asked": asked, "names": names}
+        values: Values = {"asked": asked, "names": names, "no_parts": True}
         for number, (_, _, numel) in enumerate(asked):
             for name, dtype in zip(names, (np.float64, np.float32), strict=True):
                 values[f"{name}/{number}"] = rng.normal(size=numel).astype(dtype)
@@ -55,14 +55,34 @@ def _shards(whole: np.ndarray, num_ranks: int) -> list[torch.Tensor]:
     return [torch.from_numpy(padded[r * size : (r + 1) * size].copy()) for r in range(num_ranks)]
 
 
+def draw_own(draw: Draw) -> list[Values]:
+    """As `draw_reshard`, with nothing but parts: what becomes of the rest is its business."""
+    return [inputs | {"no_parts": False} for inputs in draw_reshard(draw)]
+
+
+def _no_parts(number: int) -> dict[str, Any]:
+    """What is the same on all ranks. `elastic_adam` judges what becomes of the step."""
+    return {
+        "step": torch.tensor(float(number + 1)),
+        "count": number,
+        "word": f"w{number}",
+        "table": torch.arange(6.0).view(2, 3) + number,
+    }
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return torch.equal(one, two)
+    return bool(one == two)
+
+
 @on_two_nodes
 def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
     """The vectors of every new rank, and how many bytes their storage has."""
     answer: Values = {"bytes": [], "unchanged": [], "same": []}
     for number, (before, after, numel) in enumerate(inputs["asked"]):
         states: list[dict[str, Any]] = [
-            {"step": torch.tensor(float(number + 1)), "count": number, "word": f"w{number}"}
-            for _ in range(before)
+            _no_parts(number) if inputs["no_parts"] else {} for _ in range(before)
         ]
         for name in inputs["names"]:
             for state, shard in zip(
@@ -76,8 +96,11 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
         sizes = []
         answer["same"].append(
             all(
-                set(state) == set(states[0])
-                and all(state[key] == states[0][key] for key in ("count", "word"))
+                set(state) == set(kept[0])
+                and all(
+                    _are_equal(state[key], kept[0][key])
+                    for key in set(kept[0]) - {*inputs["names"], "step"}
+                )
                 for state in fresh
             )
         )
@@ -89,7 +112,7 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
         answer["bytes"].append(sizes)
         answer["unchanged"].append(
             all(
-                torch.equal(one[name], two[name])
+                set(one) == set(two) and torch.equal(one[name], two[name])
                 for one, two in zip(states, kept, strict=True)
                 for name in inputs["names"]
             )
@@ -113,7 +136,11 @@ def judge_reshard(case: Case) -> Iterator[Finding]:
                     break
             else:
                 if item_of(answer.get("same"), number) is not True:
-                    yield Finding(f"{story}: every new rank should get what is no vector.", rank)
+                    yield Finding(
+                        f"{story}: every new rank should get what is no 1-D tensor, as it is: "
+                        "numbers, text, and tensors with no or two dimensions.",
+                        rank,
+                    )
                     break
                 if item_of(answer.get("unchanged"), number) is True:
                     continue
@@ -201,7 +228,9 @@ def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
     fresh = reshard(copy.deepcopy(states), numel, after)
     shards, optimizers = _sharded_adamw(torch.cat([s.detach() for s in shards]), after)
     for shard, optimizer, state in zip(shards, optimizers, fresh, strict=True):
-        optimizer.state[shard] = state
+        # `elastic_reshard` judges the dtypes of parts.
+        own = {k: v.to(shard.dtype) if torch.is_tensor(v) else v for k, v in state.items()}
+        optimizer.state[shard] = own | {"step": state["step"]}
     for step in range(BEFORE, BEFORE + AFTER):
         _step(shards, optimizers, inputs[f"g{step}"])
     return {"p": torch.cat([s.detach() for s in shards]).numpy()}
@@ -234,7 +263,6 @@ def judge_adam(case: Case) -> Iterator[Finding]:
             f"parameters after {BEFORE} steps of AdamW on {before} ranks and {AFTER} on {after}",
             answer.get("p"),
             parameter.detach().numpy(),
-            dtype="float64",
             hint="Its count of steps is no vector: it is not cut, and every new rank gets it.",
         ):
             yield wrong

@@ -112,9 +112,12 @@ def observe_handler(preemption_class: Any, inputs: Values, context: Context) -> 
     """Whether our handler is back after the `with`, and whether an error comes through."""
     answer: Values = {}
     with _our_handler() as ours:
-        with preemption_class():
-            pass
-        answer["after"] = signal.getsignal(signal.SIGTERM) is ours
+        answer["after"] = True
+        for before in (signal.SIG_IGN, signal.SIG_DFL, ours):
+            signal.signal(signal.SIGTERM, before)
+            with preemption_class():
+                pass
+            answer["after"] &= signal.getsignal(signal.SIGTERM) is before
         signal.signal(signal.SIGTERM, ours)
         answer["through"] = ""
         try:

@@ -18,7 +18,7 @@ def reshard(states, numel, num_ranks):
         begin, end = rank * length, min((rank + 1) * length, numel)
         state = {}
         for name, value in states[0].items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            if not isinstance(value, torch.Tensor) or value.dim() != 1:
                 state[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             state[name] = torch.zeros(length, dtype=value.dtype, device=value.device)

@@ -62,7 +62,9 @@ def reshard(states, numel, num_ranks):
         padded = nn.functional.pad(joined, (0, -numel % num_ranks))
         return [part.contiguous().clone() for part in padded.chunk(num_ranks)]
 
-    vectors = {name: cut(name) for name, value in states[0].items() if getattr(value, "ndim", 0)}
+    vectors = {
+        name: cut(name) for name, value in states[0].items() if getattr(value, "ndim", 0) == 1
+    }
     rest = {name: value for name, value in states[0].items() if name not in vectors}
     return [
         copy.deepcopy(rest) | {name: parts[r] for name, parts in vectors.items()}
