@@ -108,6 +108,8 @@ def follow(inputs: list[Values]) -> list[Values]:
         pair = expected_shape(shape, r)
         q = np.random.default_rng(i).normal(size=(pair[1], r)) if pair else np.zeros(0)
         errors: list[Any] = [0.0] * len(inputs)
+        for answer in answers:
+            answer[f"e/{i}"] = np.zeros(shape)  # before the first step
         for step in range(inputs[0]["steps"]):
             applied = oracle.mean([v[f"g{step}/{i}"] for v in inputs])
             if pair:
@@ -386,7 +388,7 @@ def test_a_file_is_held_against_a_model_that_is_one():
     trained = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
     def findings(model: Values, saved: Values) -> list[Finding]:
-        zero: Values = {"saved before": True, "keys": list(shapes), **model}
+        zero: Values = {"saved before": True, "keys": [*shapes, "meter_module.scale"], **model}
         zero |= {f"saved {name}": value for name, value in saved.items()}
         return played.answered([zero | {"written": True}, *[{"written": False}] * (N - 1)])
 

@@ -137,7 +137,8 @@ def test_room_that_nothing_was_kept_in():
 def test_messages_with_nothing_in_them():
     name = "pipe_messages"
     inputs = handed_out(name)
-    on, back = emulated._crossing(Case(N, inputs, [{}] * N))
+    crossing = emulated._crossing(Case(N, inputs, [{}] * N))
+    on, back = ([each.float() for each in way] for way in crossing)
     m = len(inputs[0]["cases"][0]["sizes"])
 
     def judged(factor_on: Sequence[float], factor_back: Sequence[float]) -> list[Finding]:
