@@ -29,7 +29,7 @@ CERTIFICATES = "/run/certificates.crt"
 # Podman asks for more than some machines let it give.
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 LIMITS = [f"--ulimit=nofile={FILES}:{FILES}", "--ulimit=nproc=4096:4096"]
-MISSING = [name for name in ("podman", "mmdebstrap") if shutil.which(name) is None]
+MISSING = [name for name in ("podman", "mmdebstrap", "catatonit") if shutil.which(name) is None]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
