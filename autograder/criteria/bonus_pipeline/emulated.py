@@ -71,13 +71,12 @@ def _trouble(case: Case) -> list[Finding]:
 
 def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What has to cross each stage border: the activations of all samples, and their gradients."""
-    n, h = case.world_size, torch.from_numpy(case.inputs[0]["x/0"]).double()
+    h, y = parts.batch_of(case, 0)
     outputs: list[torch.Tensor] = []
-    for rank, values in enumerate(case.inputs):
-        h = parts.Stage(values["w"], values["b"], rank == n - 1)(h)
+    for stage in parts.stages_of(case):
+        h = stage(h)
         outputs.append(h)
-    loss = oracle.mse(h, torch.from_numpy(case.inputs[-1]["y/0"]).double())
-    grads = torch.autograd.grad(loss, outputs[:-1]) if n > 1 else ()
+    grads = torch.autograd.grad(oracle.mse(h, y), outputs[:-1]) if case.world_size > 1 else ()
     return [output.detach() for output in outputs[:-1]], list(grads)
 
 
@@ -240,15 +239,14 @@ def _wrong_order(case: Case) -> Iterator[Finding]:
 
 def _wrong_activations(case: Case) -> list[Finding]:
     """A finding if a rank sent activations that its charged stage did not compute."""
-    h = torch.from_numpy(case.inputs[0]["x/0"]).double()
+    h, _ = parts.batch_of(case, 0)
     steps = case.inputs[0]["cases"][0]["schedule"]
     order = [i for what, i in steps if what == FORWARD]
-    for rank in range(case.world_size - 1):
+    for rank, stage in enumerate([*parts.stages_of(case)][:-1]):
         channel = PlanChannel(case.plan, rank)
         factors = {i: channel.charge(rank, FORWARD) for i in order}
-        values = case.inputs[rank]
         with torch.no_grad():
-            h = parts.Stage(values["w"], values["b"], is_last=False)(h)
+            h = stage(h)
             h = torch.cat([factors[i] * part for i, part in enumerate(h.split(SAMPLES))])
         sent = [
             np.asarray(c.payloads[rank], dtype=np.float64).ravel()

@@ -127,14 +127,24 @@ def read_loss(loss: Any) -> float | None:
 # --- the oracle ----------------------------------------------------------------------------------
 
 
+def stages_of(case: Case) -> nn.Sequential:
+    """The stages of all ranks, in float64."""
+    last = case.world_size - 1
+    return nn.Sequential(
+        *(Stage(values["w"], values["b"], r == last) for r, values in enumerate(case.inputs))
+    )
+
+
+def batch_of(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and target of the whole batch in float64."""
+    x, y = case.inputs[0][f"x/{number}"], case.inputs[-1][f"y/{number}"]
+    return torch.from_numpy(x).double(), torch.from_numpy(y).double()
+
+
 def solve(case: Case, number: int) -> tuple[float, list[np.ndarray]]:
     """Loss of the whole batch and each stage's flat gradient, computed in one process."""
-    n = case.world_size
-    stages = [Stage(values["w"], values["b"], r == n - 1) for r, values in enumerate(case.inputs)]
-    h = torch.from_numpy(case.inputs[0][f"x/{number}"]).double()
-    for stage in stages:
-        h = stage(h)
-    loss = oracle.mse(h, torch.from_numpy(case.inputs[n - 1][f"y/{number}"]).double())
+    stages, (x, y) = stages_of(case), batch_of(case, number)
+    loss = oracle.mse(stages(x), y)
     loss.backward()
     return loss.item(), [gradients_of(stage, 0)["g/0"] for stage in stages]
 

@@ -373,14 +373,12 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
 
 def judge_train(case: Case) -> Iterator[Finding]:
     """The parameters are those of one process that takes the same steps."""
-    n = case.world_size
-    stages = [parts.Stage(v["w"], v["b"], rank == n - 1) for rank, v in enumerate(case.inputs)]
-    model = nn.Sequential(*stages)
+    stages = parts.stages_of(case)
     optimizers = [_optimizer(stage) for stage in stages]
     for number in range(STEPS):
-        model.zero_grad()
-        x, y = case.inputs[0][f"x/{number}"], case.inputs[-1][f"y/{number}"]
-        oracle.mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()).backward()
+        stages.zero_grad()
+        x, y = parts.batch_of(case, number)
+        oracle.mse(stages(x), y).backward()
         for optimizer in optimizers:
             optimizer.step()
     for rank, answer in enumerate(case.answers):

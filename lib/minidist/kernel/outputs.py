@@ -231,11 +231,15 @@ class Outputs:
 
     def _show_pictures(self) -> set[int]:
         """Show, folded, the other ranks' displays that differ; returns the ranks that differ."""
-        alike: dict[tuple[str, ...], list[int]] = {}
-        for rank, pictures in self._pictures.items():
-            alike.setdefault(tuple(map(_without_drawn, pictures)), []).append(rank)
-        groups = [each for key, each in alike.items() if key and self.plain not in each]
-        for ranks in groups:
+        plain = self._pictures[self.plain]
+        different = {r: own for r, own in self._pictures.items() if own and own != plain}
+        if not different:  # as most often: no picture has to be searched
+            return set()
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for rank, pictures in different.items():
+            groups.setdefault(tuple(map(_without_drawn, pictures)), []).append(rank)
+        groups.pop(tuple(map(_without_drawn, plain)), None)
+        for ranks in groups.values():
             pictures = self._pictures[ranks[0]]
             who, count = label(ranks), len(pictures)
             what = f"[{who}: {count} display{'' if count == 1 else 's'}]"
@@ -243,7 +247,7 @@ class Outputs:
             page = f"<details><summary>{what}</summary>{body}</details>"
             data = {"text/plain": what, "text/html": page}
             self._publish("display_data", {"data": data, "metadata": {}, "transient": {}})
-        return {rank for ranks in groups for rank in ranks}
+        return {rank for ranks in groups.values() for rank in ranks}
 
     def _show(self, ranks: list[int], name: str, text: str, num_same_lines: int) -> None:
         """Show `text` with labels; the `num_same_lines` lines before it are only counted."""
