@@ -204,7 +204,7 @@ def start_nodes(script: list[str], num_nodes: int, **options) -> list[subprocess
             endpoint=f"127.0.0.1:{port}",
             is_host=node == 0,
             local_addr="127.0.0.1",
-            keep_alive_s=2,
+            keep_alive_s=3,
             last_call_s=5,
             **options,
         )
@@ -1109,7 +1109,7 @@ display(
 # and the worker failed ("Connection reset by peer"). Its agent, which watches its own workers only,
 # met again, alone, and started a fresh worker, and that one loaded the newest checkpoint. Two waits
 # are in between. The rendezvous counts a silent node as lost after
-# `keep_alive_interval × keep_alive_max_attempt` (2 s here, 15 s by default), and waits for others
+# `keep_alive_interval × keep_alive_max_attempt` (3 s here, 15 s by default), and waits for others
 # to join for `last_call_timeout` (5 s here, 30 s by default). Then a new worker has to start and to
 # import torch. One more wait comes before them where nobody reports the lost peer, as when a
 # machine loses its power or an NCCL kernel waits for a neighbour in shared memory: the worker hangs

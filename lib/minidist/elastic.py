@@ -220,15 +220,19 @@ def torchrun_command(
         is_host: whether this node keeps the meeting point; None lets torchrun guess by comparing
             host names, which fails in containers and network namespaces.
         local_addr: address by which the other nodes reach this one.
-        keep_alive_s: seconds after which a silent node counts as lost: interval times attempts of
-            the rendezvous. torchrun's own default takes 15 s and more.
+        keep_alive_s: seconds after which a silent node counts as lost, at least 3: interval times
+            attempts of the rendezvous. torchrun's own default takes 15 s and more.
         last_call_s: how long each rendezvous waits for a further node while there are fewer than
             the maximum. Every restart of an elastic job waits this long. torchrun's own default is
             30 s.
 
     Raises:
-        ValueError: several nodes and no endpoint.
+        ValueError: several nodes and no endpoint; a keep_alive_s below 3.
     """
+    if keep_alive_s < 3:
+        # A beat is skipped when the last one is a hair younger than the interval of 1 s, so a node
+        # may be silent for 2 s; one that joins late would take it for lost and begin without it.
+        raise ValueError(f"torchrun_command: keep_alive_s must be at least 3, got {keep_alive_s}")
     if endpoint is None and nnodes not in ("1", "1:1"):
         raise ValueError(f"torchrun_command: {nnodes} nodes need an endpoint host:port to meet at")
     restarts = max_restarts > 0 or ":" in nnodes
@@ -239,7 +243,7 @@ def torchrun_command(
     if endpoint is None:
         command += ["--standalone"]
     else:
-        conf = f"keep_alive_interval=1,keep_alive_max_attempt={max(1, keep_alive_s)}"
+        conf = f"keep_alive_interval=1,keep_alive_max_attempt={keep_alive_s}"
         conf += f",last_call_timeout={last_call_s}"
         if is_host is not None:
             conf += f",is_host={int(is_host)}"

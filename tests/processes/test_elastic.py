@@ -102,7 +102,7 @@ def test_the_other_node_goes_on_when_one_is_lost(tmp_path):
             endpoint=f"127.0.0.1:{port}",
             is_host=node == 0,
             local_addr="127.0.0.1",
-            keep_alive_s=2,
+            keep_alive_s=3,
             last_call_s=10,
         )
         for node in range(2)
@@ -178,6 +178,8 @@ def test_wrong_use_says_what_is_right():
         share_of_batch(2, 3, 0)
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         train_elastically(print, num_steps=1, checkpoints=None, shared={}, every=0)
+    with pytest.raises(ValueError, match="at least 3, got 2"):
+        torchrun_command(["x.py"], keep_alive_s=2)
     with pytest.raises(ValueError, match="need an endpoint"):
         torchrun_command(["x.py"], nnodes="1:2")
     assert torchrun_command(["x.py"])[:3] == [sys.executable, "-m", "torch.distributed.run"]
