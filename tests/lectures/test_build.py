@@ -555,18 +555,6 @@ def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
     assert (tmp_path / "build" / "nbgrader" / "gradebook.db").exists()
 
 
-@pytest.mark.slow
-def test_generated_files_of_this_course_are_fresh():
-    done = subprocess.run(
-        [sys.executable, "-m", "autograder.authoring", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, f"run 'make build':\n{done.stdout}{done.stderr}"
-
-
 TEXTS = [*(ROOT / "notebooks").glob("[0-9]*.ipynb"), *(ROOT / "solutions").glob("*/*.ipynb")]
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
