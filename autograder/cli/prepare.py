@@ -62,6 +62,13 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument(
         "--only", action="append", metavar="NAME", help="only submissions of this name (wrong_*)"
     )
+    verify.add_argument(
+        "--draws",
+        type=positive,
+        metavar="N",
+        help="run each check N times with other draws: those that a submission must lose, and all "
+        "of a right one",
+    )
     verify.set_defaults(run=_verify)
 
 
@@ -69,27 +76,30 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     labs = options.lab or lab_names()
     pool.begin(*labs)
     from autograder.box.sandbox import probe_support
+    from autograder.proof.draws import verify_draws
     from autograder.proof.verify import matrix_table, verify_lab
 
     proofs = []
     for name in labs:
-        proof = verify_lab(
-            name,
-            console,
-            jobs=options.jobs,
-            covering=options.covering,
-            alone=options.alone,
-            only=options.only,
-            sandbox=probe_support().works,
-        )
+        chosen = {
+            "jobs": options.jobs,
+            "covering": options.covering,
+            "alone": options.alone,
+            "only": options.only,
+            "sandbox": probe_support().works,
+        }
+        if options.draws is not None:
+            proof = verify_draws(name, console, options.draws, **chosen)
+            done = f"{proof.num_checks} checks of {proof.num_entries} submissions"
+        else:
+            proof = verify_lab(name, console, **chosen)
+            done = f"{proof.num_entries} submissions"
+            console.print(matrix_table(proof))
         proofs.append(proof)
-        console.print(matrix_table(proof))
         for problem in proof.problems:
             console.print(f"[bold red]✗[/] {escape(problem)}", highlight=False, soft_wrap=True)
         verdict = "[bold red]NOT PROVEN[/]" if proof.problems else "[bold green]proven[/]"
-        console.print(
-            f"{name}: {verdict}, {proof.num_entries} submissions in {proof.seconds:.0f} s\n"
-        )
+        console.print(f"{name}: {verdict}, {done} in {proof.seconds:.0f} s\n")
     if options.json is not None:
         text = json.dumps([proof.record() for proof in proofs], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")

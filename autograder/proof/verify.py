@@ -120,12 +120,9 @@ def verify_lab(
     lab, began = get_lab(name), time.monotonic()
     checkout = Course.find().root
     entries = load_zoo(name, root=checkout)
-    if only is not None:
-        chosen = [e for e in entries if any(fnmatchcase(e.name, pattern) for pattern in only)]
-    else:
-        chosen = choose_covering(lab, entries) if covering else entries
+    chosen = choose_entries(lab, entries, covering, only)
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        course = _throwaway_course(Path(folder), checkout)
+        course = throwaway_course(Path(folder), checkout)
         class_run = ClassRun(course, name, lab.grading_world_size, sandbox)
 
         def rows_of(some: Sequence[ZooEntry]) -> list[Row]:
@@ -175,7 +172,8 @@ def matrix_table(proof: Proof) -> Table:
     return table
 
 
-def _throwaway_course(folder: Path, checkout: Path) -> Course:
+def throwaway_course(folder: Path, checkout: Path) -> Course:
+    """A course with the labs of this one and a key of its own."""
     shutil.copytree(checkout / "labs", folder / "labs")
     shutil.copy(checkout / "nbgrader_config.py", folder)
     course = Course(folder)
@@ -183,14 +181,19 @@ def _throwaway_course(folder: Path, checkout: Path) -> Course:
     return course
 
 
-def _row(lab: Lab, entry: ZooEntry, record: Record) -> Row:
+def expected_of(lab: Lab, entry: ZooEntry) -> dict[str, str]:
+    """Criterion -> the status that the entry must get; "" for any status that loses."""
     lost = {c.name for c in lab.criteria} if entry.loses == "everything" else entry.loses
+    return {
+        c.name: entry.statuses.get(c.name, "") if c.name in lost else str(Status.PASS)
+        for c in lab.criteria
+    }
+
+
+def _row(lab: Lab, entry: ZooEntry, record: Record) -> Row:
     return Row(
         name=entry.name,
-        expected={
-            c.name: entry.statuses.get(c.name, "") if c.name in lost else str(Status.PASS)
-            for c in lab.criteria
-        },
+        expected=expected_of(lab, entry),
         got={name: str(c.status) for name, c in record.by_name.items()},
         seconds=record.seconds,
         messages={name: c.message for name, c in record.by_name.items()},
@@ -228,6 +231,15 @@ def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) ->
     if len(right) < MIN_RIGHT:
         problems.append(f"{len(right)} right ones beside the reference; at least {MIN_RIGHT}")
     return problems
+
+
+def choose_entries(
+    lab: Lab, entries: Sequence[ZooEntry], covering: bool, only: Sequence[str] | None
+) -> list[ZooEntry]:
+    """Those with one of the names, or a few that cover every criterion, or all."""
+    if only is not None:
+        return [e for e in entries if any(fnmatchcase(e.name, pattern) for pattern in only)]
+    return choose_covering(lab, entries) if covering else list(entries)
 
 
 def choose_covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:

@@ -173,14 +173,15 @@ def not_graded(
 def run_once(
     notebook: NotebookNode,
     class_run: ClassRun,
-    seed_id: str,
+    seed_id: str | Callable[[Criterion], str],
     executed: Path,
     note: Callable[[Verdict, float], None],
 ) -> list[Verdict]:
     """Runs a notebook that intake has read; returns the verdicts and writes no journal entry.
 
     Args:
-        seed_id: the same seed_id gives the same draws, if course key and criteria are the same.
+        seed_id: the same seed_id gives the same draws, if course key and criteria are the same. A
+            function is asked for it each time that a check is opened.
         executed: path where the executed notebook is written.
         note: called with each verdict and its cell's time in seconds, before the next cell runs.
 
@@ -197,7 +198,11 @@ class _Attempt:
     """One try at grading; its temporary files and processes are gone when `run` returns."""
 
     def __init__(
-        self, lab: Lab, class_run: ClassRun, seed_id: str, note: Callable[[Verdict, float], None]
+        self,
+        lab: Lab,
+        class_run: ClassRun,
+        seed_id: str | Callable[[Criterion], str],
+        note: Callable[[Verdict, float], None],
     ) -> None:
         self.lab, self.class_run, self.seed_id, self._note = lab, class_run, seed_id, note
 
@@ -259,8 +264,9 @@ class _Attempt:
                 wall.remove()
 
     def _draw(self, criterion: Criterion) -> Draw:
-        key = self.class_run.course.key()
-        return draw_for(key, self.lab.name, criterion.name, self.seed_id, self.class_run.world_size)
+        key, seed_id = self.class_run.course.key(), self.seed_id
+        attempt = seed_id if isinstance(seed_id, str) else seed_id(criterion)
+        return draw_for(key, self.lab.name, criterion.name, attempt, self.class_run.world_size)
 
     def _box(self, run_dir: Path, referee: Referee) -> Box:
         env = {

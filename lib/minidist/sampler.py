@@ -190,17 +190,7 @@ def make_loader(
     Raises:
         ValueError: batch_size or num_workers out of range, or worker settings without workers.
     """
-    if batch_size < 1 or num_workers < 0:
-        raise ValueError(
-            "make_loader: batch_size must be at least 1 and num_workers at least 0, "
-            f"got {batch_size} and {num_workers}"
-        )
-    if num_workers == 0 and (prefetch_factor is not None or persistent_workers):
-        raise ValueError(
-            "make_loader: prefetch_factor and persistent_workers need num_workers of at least 1, "
-            f"got prefetch_factor={prefetch_factor}, persistent_workers={persistent_workers}, "
-            "num_workers=0"
-        )
+    _check_settings(batch_size, num_workers, prefetch_factor, persistent_workers)
     if persistent_workers is None:
         persistent_workers = num_workers > 0
     sampler = None
@@ -240,6 +230,25 @@ def make_loader(
     )
     set_epoch(loader, 0)
     return loader
+
+
+def _check_settings(
+    batch_size: int,
+    num_workers: int,
+    prefetch_factor: int | None,
+    persistent_workers: bool | None,
+) -> None:
+    if batch_size < 1 or num_workers < 0:
+        raise ValueError(
+            "make_loader: batch_size must be at least 1 and num_workers at least 0, "
+            f"got {batch_size} and {num_workers}"
+        )
+    if num_workers == 0 and (prefetch_factor is not None or persistent_workers):
+        raise ValueError(
+            "make_loader: prefetch_factor and persistent_workers need num_workers of at least 1, "
+            f"got prefetch_factor={prefetch_factor}, persistent_workers={persistent_workers}, "
+            "num_workers=0"
+        )
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, num_consumed: int = 0) -> None:

@@ -50,101 +50,105 @@ class _Kind:
     single: tuple[int, ...] = ()
 
 
-def _kinds() -> list[_Kind]:
-    nothing = tuple(("all", i) for i in range(len(SHAPES)))
-    kinds = [
-        _Kind("all ranks hold the same gradients", True),
-        _Kind("the last rank has two values swapped (sums agree)", False, swapped=True),
-        _Kind("one value differs by 1e-9, less than tol", True, (("last", 0, 1e-9),)),
-        _Kind(
-            "two ranks are off by 0.7 tol, in opposite directions (1.4 tol apart)",
-            False,
-            (("last", 0, 0.7 * TOL), ("last but one", 0, -0.7 * TOL)),
-        ),
-        _Kind(
-            "the first rank is 0.7 tol below the one in the middle, the last one 0.7 tol above",
-            False,
-            (("first", 1, -0.7 * TOL), ("last", 1, 0.7 * TOL)),
-        ),
-        _Kind(
-            "all values of a parameter differ by 0.9 tol",
-            True,
-            (("last", 0, 0.9 * TOL),),
-            everywhere=True,
-        ),
-        _Kind(
-            "a parameter that was frozen after backward differs",
-            False,
-            (("last", 1, 0.01),),
-            frozen=(1,),
-        ),
-        _Kind("a parameter that was frozen after backward is the same", True, frozen=(1,)),
-        _Kind("all ranks hold the same values near 1000", True, near=1000.0),
-        _Kind(
-            "values near 1000 differ by 0.0001 (tol is absolute)",
-            False,
-            (("last", 2, 1e-4),),
-            near=1000.0,
-        ),
-        _Kind("values differ by 0.01, and tol is 0.1", True, (("last", 1, -0.01),), tol=0.1),
-        _Kind("values differ by 0.5, and tol is 0.1", False, (("last", 1, -0.5),), tol=0.1),
-        _Kind("all ranks hold the same gradients, and tol is 1e-12", True, tol=1e-12),
-        _Kind("all ranks hold the same gradients, and tol is 0", True, tol=0.0),
-        _Kind("values differ by 1e-12, and tol is 0", False, (("last", 1, 1e-12),), tol=0.0),
-        _Kind(
-            "0 and 0.25, and tol is 0.25: not more than tol apart",
-            True,
-            (("last", 0, 0.25),),
-            tol=0.25,
-            zeros=(0,),
-        ),
-        _Kind(
-            "-0.25 and 0.25, and tol is 0.25",
-            False,
-            (("last", 0, 0.25), ("last but one", 0, -0.25)),
-            tol=0.25,
-            zeros=(0,),
-        ),
-        _Kind("values differ by 1e-9, and tol is 1e-12", False, (("last", 0, 1e-9),), tol=1e-12),
-        _Kind(
-            "parameter 0 is float32, values of float64 parameter 2 differ by 1e-9, tol is 1e-12",
-            False,
-            (("last", 2, 1e-9),),
-            tol=1e-12,
-            single=(0,),
-        ),
-        _Kind(
-            "parameter 0 is float64, the others float32, and all are the same",
-            True,
-            single=(1, 2),
-        ),
-        _Kind(
-            "all parameters are float32, and one value differs by 0.01",
-            False,
-            (("middle", 1, 0.01),),
-            single=(0, 1, 2),
-        ),
-        _Kind(NONE_ON_ALL, True, missing=(("all", 2),)),
-        _Kind("no parameter has a gradient on any rank", True, missing=nothing),
-        _Kind(
-            "parameter 0 has no gradient on any rank, and parameter 1 differs",
-            False,
-            (("last", 1, 0.01),),
-            missing=(("all", 0),),
-        ),
-        _Kind(
-            "no parameter has a gradient on the last rank; all have on the others",
-            False,
-            missing=tuple(("last", i) for i in range(len(SHAPES))),
-        ),
-        _Kind(
-            "each rank has no gradient of one parameter, and not of the same, and zeros elsewhere",
-            False,
-            missing=(("first", 0), ("middle", 1), ("last", 2)),
-            zeros=(0, 1, 2),
-        ),
-        _Kind("one parameter's gradient is zero on all ranks", True, zeros=(2,)),
-    ]
+_NOTHING = tuple(("all", i) for i in range(len(SHAPES)))
+KINDS = [
+    _Kind("all ranks hold the same gradients", True),
+    _Kind("the last rank has two values swapped (sums agree)", False, swapped=True),
+    _Kind("one value differs by 1e-9, less than tol", True, (("last", 0, 1e-9),)),
+    _Kind(
+        "two ranks are off by 0.7 tol, in opposite directions (1.4 tol apart)",
+        False,
+        (("last", 0, 0.7 * TOL), ("last but one", 0, -0.7 * TOL)),
+    ),
+    _Kind(
+        "the first rank is 0.7 tol below the one in the middle, the last one 0.7 tol above",
+        False,
+        (("first", 1, -0.7 * TOL), ("last", 1, 0.7 * TOL)),
+    ),
+    _Kind(
+        "all values of a parameter differ by 0.9 tol",
+        True,
+        (("last", 0, 0.9 * TOL),),
+        everywhere=True,
+    ),
+    _Kind(
+        "a parameter that was frozen after backward differs",
+        False,
+        (("last", 1, 0.01),),
+        frozen=(1,),
+    ),
+    _Kind("a parameter that was frozen after backward is the same", True, frozen=(1,)),
+    _Kind("all ranks hold the same values near 1000", True, near=1000.0),
+    _Kind(
+        "values near 1000 differ by 0.0001 (tol is absolute)",
+        False,
+        (("last", 2, 1e-4),),
+        near=1000.0,
+    ),
+    _Kind("values differ by 0.01, and tol is 0.1", True, (("last", 1, -0.01),), tol=0.1),
+    _Kind("values differ by 0.5, and tol is 0.1", False, (("last", 1, -0.5),), tol=0.1),
+    _Kind("all ranks hold the same gradients, and tol is 1e-12", True, tol=1e-12),
+    _Kind("all ranks hold the same gradients, and tol is 0", True, tol=0.0),
+    _Kind("values differ by 1e-12, and tol is 0", False, (("last", 1, 1e-12),), tol=0.0),
+    _Kind(
+        "0 and 0.25, and tol is 0.25: not more than tol apart",
+        True,
+        (("last", 0, 0.25),),
+        tol=0.25,
+        zeros=(0,),
+    ),
+    _Kind(
+        "-0.25 and 0.25, and tol is 0.25",
+        False,
+        (("last", 0, 0.25), ("last but one", 0, -0.25)),
+        tol=0.25,
+        zeros=(0,),
+    ),
+    _Kind("values differ by 1e-9, and tol is 1e-12", False, (("last", 0, 1e-9),), tol=1e-12),
+    _Kind(
+        "parameter 0 is float32, values of float64 parameter 2 differ by 1e-9, tol is 1e-12",
+        False,
+        (("last", 2, 1e-9),),
+        tol=1e-12,
+        single=(0,),
+    ),
+    _Kind(
+        "parameter 0 is float64, the others float32, and all are the same",
+        True,
+        single=(1, 2),
+    ),
+    _Kind(
+        "all parameters are float32, and one value differs by 0.01",
+        False,
+        (("middle", 1, 0.01),),
+        single=(0, 1, 2),
+    ),
+    _Kind(NONE_ON_ALL, True, missing=(("all", 2),)),
+    _Kind("no parameter has a gradient on any rank", True, missing=_NOTHING),
+    _Kind(
+        "parameter 0 has no gradient on any rank, and parameter 1 differs",
+        False,
+        (("last", 1, 0.01),),
+        missing=(("all", 0),),
+    ),
+    _Kind(
+        "no parameter has a gradient on the last rank; all have on the others",
+        False,
+        missing=tuple(("last", i) for i in range(len(SHAPES))),
+    ),
+    _Kind(
+        "each rank has no gradient of one parameter, and not of the same, and zeros elsewhere",
+        False,
+        missing=(("first", 0), ("middle", 1), ("last", 2)),
+        zeros=(0, 1, 2),
+    ),
+    _Kind("one parameter's gradient is zero on all ranks", True, zeros=(2,)),
+]
+
+
+def _kinds_by_place() -> list[_Kind]:
+    """Each parameter, on the first, a middle and the last rank."""
+    kinds = []
     for number, (who, said) in enumerate(ON.items()):
         for parameter in range(len(SHAPES)):
             tol = TOL if number == parameter else 0.1
@@ -173,17 +177,19 @@ def _kinds() -> list[_Kind]:
     return kinds
 
 
+KINDS += _kinds_by_place()
+
+
 def draw(source: Draw) -> list[Values]:
     """Cases whose gradients agree, and cases whose differences a sum or a mean might not show."""
     rng, world_size = source.shared(), source.world_size
-    kinds = _kinds()
-    order = [int(i) for i in rng.permutation(len(kinds))]
-    tolerances = [kinds[i].tol for i in order]
+    order = [int(i) for i in rng.permutation(len(KINDS))]
+    tolerances = [KINDS[i].tol for i in order]
     shared: Values = {"tol": tolerances, "_order": order}
-    shared["frozen"] = [list(kinds[i].frozen) for i in order]
-    shared["single"] = [list(kinds[i].single) for i in order]
+    shared["frozen"] = [list(KINDS[i].frozen) for i in order]
+    shared["single"] = [list(KINDS[i].single) for i in order]
     inputs: list[Values] = [dict(shared) for _ in range(world_size)]
-    for number, kind in enumerate(kinds[i] for i in order):
+    for number, kind in enumerate(KINDS[i] for i in order):
         dtypes = [np.float32 if i in kind.single else np.float64 for i in range(len(SHAPES))]
         base = [rng.normal(kind.near, 1.0, size=shape) for shape in SHAPES]
         for i in kind.zeros:
@@ -249,7 +255,7 @@ def judge(case: Case) -> Iterator[Finding]:
     """Every rank answers True if all ranks hold the same gradients, and False if not."""
     for rank, answer in enumerate(case.answers):
         said = answer.get("answers")
-        for number, kind in enumerate(_kinds()[i] for i in case.inputs[0]["_order"]):
+        for number, kind in enumerate(KINDS[i] for i in case.inputs[0]["_order"]):
             expected = kind.agree or case.world_size == 1
             got = said[number] if isinstance(said, list) and number < len(said) else None
             if got is not expected:

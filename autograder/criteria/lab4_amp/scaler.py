@@ -7,7 +7,7 @@ Overflows are placed where the referee drew them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,81 +149,79 @@ def _scaled_later(scaler_class: Any, inputs: Values, context: Context) -> list[f
     return [float(scaled), float(scaler.get_scale())]
 
 
-def judge_scale(case: Case) -> list[Finding]:
+def judge_scale(case: Case) -> Iterator[Finding]:
     """scale() returns scale times the loss, with its graph; the loss itself does not change."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        start = [p.astype(np.float64) for p in oracle.parameters_of(inputs)]
-        weights = [inputs[f"w{i}"].astype(np.float64) for i in range(len(SHAPES))]
-        terms = np.concatenate([(p * w).ravel() for p, w in zip(start, weights, strict=True)])
-        if not same(answer.get("default"), 65536.0):
-            findings.append(
-                Finding(
-                    f"get_scale() of LossScaler(): expected 65536, got {answer.get('default')}.",
-                    rank,
-                )
-            )
-        if not any(same(answer.get("half"), [f"float{n}", 163840.0]) for n in (32, 64)):
-            findings.append(
-                Finding(
-                    "scale(loss) of a loss of 2.5 in fp16, at 65536: expected 163840 in float32, "
-                    f"got {answer.get('half')}. fp16 ends at 65504.",
-                    rank,
-                )
-            )
-        if not same(answer.get("scales"), inputs["scales"]):
-            findings.append(
-                Finding(
-                    f"get_scale() with init_scale={inputs['scales']}: got {answer.get('scales')}.",
-                    rank,
-                )
-            )
         if lost := told(answer, "graph"):
-            findings[:] = [f for f in findings if f.rank != rank]
             why = f"scale(loss) returned {lost}"
             if lost == "no graph":
                 why = "scale(loss) returned a tensor without the loss's graph"
-            findings.append(Finding(f"{why}: backward() must be able to start from it.", rank))
+            yield Finding(f"{why}: backward() must be able to start from it.", rank)
             continue
-        later = told(answer, "later")
-        if not isinstance(later, list) or len(later) != 2 or later[0] != later[1]:
-            findings.append(
-                Finding(
-                    f"after a step that overflowed, scale(1.0) and get_scale() are {later}: the "
-                    "loss has to be multiplied with the scale as it is now.",
-                    rank,
-                )
-            )
-        for number, scale in enumerate(inputs["scales"]):
-            what, atol = f"scale(loss) at scale {scale:g}", 1e-4 * scale * np.abs(terms).sum()
-            wrong = differs(
+        yield from _findings_in_scales(rank, inputs, answer)
+        if wrong := _first_wrong_value(rank, inputs, answer):
+            yield wrong
+
+
+def _findings_in_scales(rank: int, inputs: Values, answer: Values) -> Iterator[Finding]:
+    """What get_scale() says, a loss in fp16, and the scale after a step that overflowed."""
+    if not same(answer.get("default"), 65536.0):
+        yield Finding(
+            f"get_scale() of LossScaler(): expected 65536, got {answer.get('default')}.", rank
+        )
+    if not any(same(answer.get("half"), [f"float{n}", 163840.0]) for n in (32, 64)):
+        yield Finding(
+            "scale(loss) of a loss of 2.5 in fp16, at 65536: expected 163840 in float32, "
+            f"got {answer.get('half')}. fp16 ends at 65504.",
+            rank,
+        )
+    if not same(answer.get("scales"), inputs["scales"]):
+        yield Finding(
+            f"get_scale() with init_scale={inputs['scales']}: got {answer.get('scales')}.", rank
+        )
+    later = told(answer, "later")
+    if not isinstance(later, list) or len(later) != 2 or later[0] != later[1]:
+        yield Finding(
+            f"after a step that overflowed, scale(1.0) and get_scale() are {later}: the "
+            "loss has to be multiplied with the scale as it is now.",
+            rank,
+        )
+
+
+def _first_wrong_value(rank: int, inputs: Values, answer: Values) -> Finding | None:
+    """Of scaled losses, of the loss itself, and of the gradients."""
+    start = [p.astype(np.float64) for p in oracle.parameters_of(inputs)]
+    weights = [inputs[f"w{i}"].astype(np.float64) for i in range(len(SHAPES))]
+    terms = np.concatenate([(p * w).ravel() for p, w in zip(start, weights, strict=True)])
+    for number, scale in enumerate(inputs["scales"]):
+        what, atol = f"scale(loss) at scale {scale:g}", 1e-4 * scale * np.abs(terms).sum()
+        wrong = differs(
+            rank,
+            what,
+            answer.get(f"scaled/{number}"),
+            np.asarray(scale * terms.sum()),
+            rtol=1e-4,
+            atol=atol,
+        ) or differs(
+            rank,
+            "change of the loss itself",
+            answer.get(f"change/{number}"),
+            np.zeros(()),
+            rtol=0.0,
+            atol=0.0,
+            hint="Return a new tensor: the loss is still to be logged.",
+        )
+        for i, weight in enumerate(weights):
+            wrong = wrong or oracle.differs(
                 rank,
-                what,
-                answer.get(f"scaled/{number}"),
-                np.asarray(scale * terms.sum()),
-                rtol=1e-4,
-                atol=atol,
-            ) or differs(
-                rank,
-                "change of the loss itself",
-                answer.get(f"change/{number}"),
-                np.zeros(()),
-                rtol=0.0,
-                atol=0.0,
-                hint="Return a new tensor: the loss is still to be logged.",
+                f"gradient {i} of {what}",
+                answer.get(f"g{number}/{i}"),
+                scale * weight,
+                hint="Backward of the scaled loss must give scale times the gradient.",
             )
-            for i, weight in enumerate(weights):
-                wrong = wrong or oracle.differs(
-                    rank,
-                    f"gradient {i} of {what}",
-                    answer.get(f"g{number}/{i}"),
-                    scale * weight,
-                    hint="Backward of the scaled loss must give scale times the gradient.",
-                )
-            if wrong:
-                findings.append(wrong)
-                break
-    return findings
+        if wrong:
+            return wrong
+    return None
 
 
 # --- unscale -------------------------------------------------------------------------------------

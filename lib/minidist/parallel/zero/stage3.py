@@ -153,17 +153,17 @@ class Zero3(StateDicts):
         if not is_meta:
             take_values_of_rank0(model, self.group, self.device)
         # Build. The first unit is the root's.
-        self.units: list[Unit] = []
+        self.units = [
+            Unit(module, names[module], reshard_after_forward and module is not model)
+            for module in assigned
+        ]
         homes: dict[nn.Parameter, tuple[FlatShard, int]] = {}
         stay = {p: params.pop(p) for params in assigned.values() for p in list(params) if p in kept}
-        for module, params in assigned.items():
-            unit = Unit(module, names[module], reshard_after_forward and module is not model)
+        for unit, params in zip(self.units, assigned.values(), strict=True):
             homes |= unit.shard(params, self.group, self.device, policy, offload)
-            if module is model:
-                homes |= unit.shard(stay, self.group, self.device, policy, offload, True)
-            for flat in unit.flats:
-                flat.gradients.ordered = deterministic
-            self.units.append(unit)
+        homes |= self.units[0].shard(stay, self.group, self.device, policy, offload, True)
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            flat.gradients.ordered = deterministic
         if is_meta:
             self._materialise([*assigned.values(), stay], homes, init)
         super().__init__(model, [flat for unit in self.units for flat in unit.flats], self.group)
@@ -175,6 +175,13 @@ class Zero3(StateDicts):
         self._held_at: list[int] | None = None  # pieces' versions while a graph needs all units
         self._hears = False
         self._in_flight: list[FlatShard] = []
+        self._register_hooks()
+        # For training loops that have only the model: torch's function would use each rank's norm.
+        object.__setattr__(model, "clip_grad_norm_", self.clip_grad_norm_)
+
+    # -- construction --------------------------------------------------------------------------
+
+    def _register_hooks(self) -> None:
         for unit in self.units:
             unit.module.register_forward_pre_hook(
                 partial(self._before_forward, unit), prepend=True, with_kwargs=True
@@ -182,10 +189,6 @@ class Zero3(StateDicts):
             unit.module.register_forward_hook(partial(self._after_forward, unit))
         if not _is_checking:
             _is_checking.append(register_optimizer_step_pre_hook(check_step_of_pieces))
-        # For training loops that have only the model: torch's function would use each rank's norm.
-        object.__setattr__(model, "clip_grad_norm_", self.clip_grad_norm_)
-
-    # -- construction --------------------------------------------------------------------------
 
     def _materialise(self, assigned: Any, homes: Any, init: Any) -> None:
         # All ranks draw the same numbers, and each keeps its own elements.
