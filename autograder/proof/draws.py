@@ -12,10 +12,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from nbformat import NotebookNode
 from rich.console import Console
 from rich.progress import Progress
@@ -29,6 +31,7 @@ from autograder.proof.verify import Row, choose_entries, expected_of, throwaway_
 from autograder.proof.zoo import ZooEntry, combine, load_zoo, write_class
 from autograder.submission.attempt import run_once
 from autograder.submission.class_run import ClassRun
+from autograder.submission.engine import InfrastructureError
 
 KEY = "00" * 32  # the same draws in every run: what was found by chance is found again
 # A check that ends like this costs its deadline or fresh ranks each time, and inputs do not matter.
@@ -45,6 +48,10 @@ class DrawsProof:
     num_checks: int
     problems: tuple[str, ...]
     seconds: float
+
+    def record(self) -> dict[str, Any]:
+        """The proof as JSON."""
+        return asdict(self) | {"proven": not self.problems, "seconds": round(self.seconds, 1)}
 
 
 def verify_draws(
@@ -117,7 +124,11 @@ def _try(task: tuple[ZooEntry, Path], class_run: ClassRun, num_draws: int) -> tu
 
     executed = class_run.course.build / f"{name}.ipynb"
     executed.parent.mkdir(exist_ok=True)
-    run_once(repeated(notebook, times), class_run, seed_of, executed, note)
+    torch.set_num_threads(1)  # the ranks need the cores
+    try:
+        run_once(repeated(notebook, times), class_run, seed_of, executed, note)
+    except InfrastructureError as error:
+        problems.append(f"{name}: the grader failed: {error}")
     problems += [
         f"{name}: {criterion}: {turns[criterion]} of {wanted} draws were judged"
         for criterion, wanted in times.items()
