@@ -80,14 +80,14 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     from autograder.proof.verify import matrix_table, verify_lab
 
     proofs = []
+    chosen = {
+        "jobs": options.jobs,
+        "covering": options.covering,
+        "alone": options.alone,
+        "only": options.only,
+        "sandbox": probe_support().works,
+    }
     for name in labs:
-        chosen = {
-            "jobs": options.jobs,
-            "covering": options.covering,
-            "alone": options.alone,
-            "only": options.only,
-            "sandbox": probe_support().works,
-        }
         if options.draws is not None:
             proof = verify_draws(name, console, options.draws, **chosen)
             done = f"{proof.num_checks} checks of {proof.num_entries} submissions"
