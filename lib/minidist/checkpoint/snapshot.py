@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy as copying
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,8 @@ class _Snapshot:
         """An object of a class that the user has allowed: a namedtuple, a dataclass, an enum."""
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*self._items(value, path))
+        if isinstance(value, Enum):  # Python before 3.11.4 pickles a getattr, which is not loaded
+            return _Call(type(value), value._value_)
         if not hasattr(value, "__dict__") or type(value).__reduce_ex__ is not object.__reduce_ex__:
             return copying.deepcopy(value)
         made = copying.copy(value)
