@@ -15,28 +15,42 @@ CASES = 8
 
 
 def draw(source: Draw) -> list[Values]:
-    """Sizes, clusters and seconds; ring and tree differ by over 10 %, each is faster in half.
+    """Sizes, clusters and seconds, each case within 10 % of where ring and tree take equally long.
 
-    Each size comes with both answers, so that no number of bytes decides.
+    For each kind of world size (a power of two, one or two more, one or two less, any) the ring is
+    faster by a little, and then the tree; both have the same size, so that no size decides.
     """
     inputs = []
     for rank in range(source.world_size):
         rng = source.private(rank)
-        cases: list[list[float]] = []
-        num_bytes = 0.0
-        while len(cases) < CASES:
-            if len(cases) % 2 == 0:
-                num_bytes = float(round(10 ** rng.uniform(4, 6)))
-            n = int(rng.integers(3, 200))
-            latency_s = float(10 ** rng.uniform(-6, -4))
-            bandwidth = float(10 ** rng.uniform(9, 11.5))
-            ring, tree = (f(num_bytes, n, latency_s, bandwidth) for f in (ring_s, tree_s))
-            wanted = ring < tree if len(cases) % 2 else tree < ring
-            if wanted and abs(math.log(ring / tree)) > 0.1:
-                cases.append([num_bytes, n, latency_s, bandwidth])
+        cases = [case for kind in range(CASES // 2) for case in _two_cases(kind, rng)]
         seconds = [float(ring_s(*case) * rng.uniform(1.1, 2.0)) for case in cases]  # pyright: ignore
         inputs.append({"cases": cases, "seconds": seconds})
     return inputs
+
+
+def _two_cases(kind: int, rng: np.random.Generator) -> list[list[float]]:
+    while True:
+        cases: list[list[float]] = []
+        num_bytes = 0.0
+        for ring_is_faster in (True, False):
+            power = 2 ** int(rng.integers(3, 8))
+            more = int(rng.integers(1, 3))
+            n = (power, power + more, power - more, int(rng.integers(5, 200)))[kind]
+            latency_s = float(10 ** rng.uniform(-6, -4))
+            bandwidth = float(10 ** rng.uniform(9, 11.5))
+            margin = float(rng.uniform(0.1, 0.2)) * (1 if ring_is_faster else -1)
+            depth = math.ceil(math.log2(n))
+            # Both take equally long where latency_s * bandwidth * sizes == num_bytes.
+            sizes = (n - 1 - depth) / (depth - (n - 1) / n)
+            if ring_is_faster:
+                num_bytes = float(round(latency_s * bandwidth * sizes * math.exp(margin)))
+            else:
+                latency_s = num_bytes / bandwidth / sizes * math.exp(-margin)
+            cases.append([num_bytes, n, latency_s, bandwidth])
+        gaps = [abs(math.log(ring_s(*case) / tree_s(*case))) for case in cases]
+        if 1e4 < num_bytes and 1e-6 < cases[1][2] < 1e-4 and all(0.02 < gap < 0.1 for gap in gaps):
+            return cases
 
 
 def ring_s(num_bytes: float, n: float, latency_s: float, bandwidth: float) -> float:
