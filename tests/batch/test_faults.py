@@ -84,9 +84,8 @@ def course(tmp_path):
     return made
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("Ctrl-C", marks=pytest.mark.slow), "its parent is killed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["Ctrl-C", "its parent is killed"])
 def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
     notebook = nbformat.read(MASTER, as_version=4)
     nap = nbformat.v4.new_code_cell("import time; time.sleep(3)", id="nap")

@@ -234,6 +234,7 @@ def test_a_good_bye_counts_though_a_connection_was_closed_before_it() -> None:
         assert pair.agent.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_an_agent_may_stay_for_the_next_kernel() -> None:
     with two_nodes("--stay") as pair:
         pair.kernel.ok("1")

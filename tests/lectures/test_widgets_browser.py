@@ -55,6 +55,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
         yield f"{address}/lab/tree/part.ipynb?reset"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_controls_work_by_keyboard(lab: str):
     with playwright.sync_playwright() as started:

@@ -140,6 +140,7 @@ def gap_when_compiled(how: str) -> float:
     return max((got[k] - v).abs().max().item() for k, v in alone.state_dict().items())
 
 
+@pytest.mark.slow
 def test_compiled_modules_train_as_in_one_process() -> None:
     for gaps in run(compiled, 2, deadline_s=120):
         assert max(gaps.values()) < 1e-12, gaps

@@ -141,6 +141,7 @@ def test_half_precision_follows_single():
             assert losses != pytest.approx(full, rel=1e-6)  # it was half precision
 
 
+@pytest.mark.slow
 def test_a_run_that_was_told_to_end_goes_on_bit_for_bit(tmp_path):
     """Dropout, AdamW, order of samples over an epoch's end: all of it goes on."""
     layouts = [
