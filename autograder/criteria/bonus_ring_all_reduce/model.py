@@ -49,7 +49,7 @@ def _two_cases(kind: int, rng: np.random.Generator) -> list[list[float]]:
                 latency_s = num_bytes / bandwidth / sizes * math.exp(-margin)
             cases.append([num_bytes, n, latency_s, bandwidth])
         gaps = [abs(math.log(ring_s(*case) / tree_s(*case))) for case in cases]
-        if 1e4 < num_bytes and 1e-6 < cases[1][2] < 1e-4 and all(0.02 < gap < 0.1 for gap in gaps):
+        if num_bytes > 1e4 and 1e-6 < cases[1][2] < 1e-4 and all(0.02 < gap < 0.1 for gap in gaps):
             return cases
 
 

@@ -184,12 +184,13 @@ def all_reduce_of(network: Values) -> Callable[[float], float]:
 def draw_predictions(draw: Draw) -> list[Values]:
     """Plans in reverse order, two of them on a fast network, and plans in random order.
 
-    The last plan leaves out the gradients that backward delivers last.
+    Of the last two plans, one leaves out the gradients that backward delivers last, and one some
+    that others follow.
     """
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
-        for number in range(7):
+        for number in range(8):
             count = int(rng.integers(6, 12))
             network = draw_network(
                 rng, float(rng.uniform(0.2, 1.5)), float(rng.uniform(0.2, 1.2)), count
@@ -198,13 +199,17 @@ def draw_predictions(draw: Draw) -> list[Values]:
             if number in (3, 4):  # random order, in which the buckets also travel
                 order = [int(i) for i in rng.permutation(count)]
             cuts = sorted({int(c) for c in rng.integers(1, count, 3)})
-            if number in (0, 6):  # a network so fast that only the last bucket is exposed
+            if number in (0, 6, 7):  # a network so fast that only the last bucket is exposed
                 network |= {"fixed_s": 0.0, "s_per_byte": network["s_per_byte"] / 20}
             if number == 5:  # one bucket
                 cuts = []
+            if number == 7:
+                cuts = [1, 3]
             bounds = zip([0, *cuts], [*cuts, count], strict=True)
             plan = [order[a:b] for a, b in bounds]
-            cases.append(network | {"plan": plan[:-1] if number == 6 else plan})
+            if number in (6, 7):
+                del plan[-1 if number == 6 else 1]
+            cases.append(network | {"plan": plan})
         inputs.append({"cases": cases})
     return inputs
 

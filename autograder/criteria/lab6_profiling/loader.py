@@ -49,6 +49,7 @@ class SlowLoader:
         for batch, seconds in zip(self.batches, self.load_s, strict=True):
             self.now += seconds
             yield batch
+        self.now += sum(self.load_s)  # its workers end; nobody waits for a batch meanwhile
 
     def step(self, batch: int | None) -> None:
         """Queues one step's work."""
@@ -216,6 +217,7 @@ def draw_ends(draw: Draw) -> list[Values]:
                 "depth": int(rng.integers(1, 4)),
                 "broken": int(rng.integers(4, 8)),
                 "word": f"disk {int(rng.integers(1 << 30))}",
+                "sector": int(rng.integers(1 << 30)),
             }
         )
     return inputs
@@ -223,6 +225,8 @@ def draw_ends(draw: Draw) -> list[Values]:
 
 class _DiskError(Exception):
     """The error that the source raises; of no kind that anybody expects."""
+
+    sector: int | None = None
 
 
 # The thread has something to put, and there is no room: a batch, the end, an error. Or no thread.
@@ -248,14 +252,16 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
 
     def breaks() -> Iterator[Any]:
         yield from batches[:broken]
-        raise _DiskError(inputs["word"])
+        error = _DiskError(inputs["word"])
+        error.sector = inputs["sector"]
+        raise error
 
-    before_error, said = [], ""
+    before_error, said, sector = [], "", None
     try:
         for batch in prefetch(breaks(), depth):
             before_error.append(batch)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        said, sector = f"{type(error).__name__}: {error}", getattr(error, "sector", None)
     before = set(threading.enumerate())
 
     left = []
@@ -268,7 +274,13 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
         del loop
         left.append(_threads_beside(before))
         before = set(threading.enumerate())
-    return {"delivered": delivered, "before_error": before_error, "said": said, "left": left}
+    return {
+        "delivered": delivered,
+        "before_error": before_error,
+        "said": said,
+        "sector": sector,
+        "left": left,
+    }
 
 
 def _threads_beside(known: set[threading.Thread]) -> int:
@@ -301,6 +313,12 @@ def judge_ends(case: Case) -> Iterator[Finding]:
                 f"the source raised a {_DiskError.__name__}, and the loop got "
                 f"{str(answer.get('said'))[:200]!r}: raise that error itself, because whoever "
                 "expects it looks for its type.",
+                rank,
+            )
+        elif not is_same(answer.get("sector"), inputs["sector"]):
+            yield Finding(
+                f"the source raised a {_DiskError.__name__} with an attribute, and the error that "
+                "the loop got has lost it: raise that error itself, not a new one with its text.",
                 rank,
             )
         elif not is_same(answer.get("before_error"), batches[:broken]):

@@ -27,12 +27,12 @@ from autograder.criteria.lab6_profiling.spans import KINDS, Span, active_seconds
 def draw_record(draw: Draw) -> list[Values]:
     """The numbers of warm-up and profiled steps of two runs, and a label that only this rank knows.
 
-    The second run has no warm-up.
+    The first run has no warm-up; so the second one is not warm because of the first.
     """
     rng = draw.shared()
     runs = [
         {"warmup": warmup, "num_steps": int(rng.integers(2, 5))}
-        for warmup in (int(rng.integers(1, 4)), 0)
+        for warmup in (0, int(rng.integers(1, 4)))
     ]
     return [
         {"runs": runs, "label": f"part_{int(draw.private(rank).integers(1 << 40)):x}"}
@@ -138,7 +138,10 @@ def draw_cpu(draw: Draw) -> list[Values]:
 
 
 def draw_gpu(draw: Draw) -> list[Values]:
-    """Events as from a GPU: kernels, copies, and host operators that only launch kernels."""
+    """Events as from a GPU: kernels, copies, and host operators that only launch kernels.
+
+    The last trace has copies and no kernel, so its operators compute.
+    """
     return _draw_events(draw, _gpu_events)
 
 
@@ -149,8 +152,8 @@ def _draw_events(
     for rank in range(draw.world_size):
         rng, traces = draw.private(rank), []
         begin = float(rng.integers(1 << 30)) + 0.375  # no whole microsecond
-        for number in range(2):
-            # The second trace begins earlier, so that operators of it lie where the first one
+        for number in range(2 if make is _cpu_events else 3):
+            # Each trace begins earlier than the one before, so that operators of it lie where that
             # has a loader: each trace is read for itself.
             record = _Recorder(rng, begin - 1000 * number)
             record.noise()
@@ -212,6 +215,7 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> Non
         b = a + float(rng.integers(200, 350))
         loader = f"enumerate(DataLoader)#_{draw_name(rng)}.__next__"
         record.add(loader, "user_annotation", 1, a, b)
+        record.add(loader, "user_annotation", 4, a + 12, a + 16)  # another thread loads, too
         record.add("aten::stack", "cpu_op", 1, a + 20, b - 30)  # collate: inside the loader
         record.add("aten::empty", "cpu_op", 1, a, a + 10)  # begins or ends with the loader
         record.add("aten::cat", "cpu_op", 1, b - 20, b)
@@ -234,8 +238,9 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> Non
 
 
 def _gpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> None:
-    record.each("ncclDevKernel_", "kernel", 13, 1000, 4000, 4)
-    if number == 0:  # the other trace has no kernel that computes, and is one of a GPU all the same
+    if number < 2:
+        record.each("ncclDevKernel_", "kernel", 13, 1000, 4000, 4)
+    if number == 0:  # the second has no kernel that computes, and is one of a GPU all the same
         record.each("kernel_", "kernel", 7, 0, 3000, 6)
         record.each("copy_for_nccl_", "kernel", 7, 3000, 3500, 2)
     record.each("Memcpy HtoD ", "gpu_memcpy", 9, 3000, 5000, 3)
@@ -307,7 +312,7 @@ def _read(events: list[Values]) -> list[str]:
 def judge_spans(case: Case) -> Iterator[Finding]:
     """The spans of each kind cover the right times. Nested operators may be kept or left out."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        for number in range(2):
+        for number in range(len(inputs["traces"])):
             if problem := _spans_problem(inputs, answer, number):
                 yield Finding(problem, rank)
                 break

@@ -6,11 +6,13 @@ measurement, as real machines do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch.distributed as dist
 
 from autograder.criteria.common.answers import (
     as_number,
@@ -128,6 +130,7 @@ def _explain(
 def draw_report(draw: Draw) -> list[Values]:
     """Logs of weak and strong scaling, in any order, on a machine that is slow in some rounds.
 
+    In strong scaling the batch does not divide, so ranks together have less of it than one rank.
     The fewest ranks are one in some logs and two in others. The last rounds are not complete: once
     the fewest ranks are missing, once the most.
     """
@@ -138,7 +141,9 @@ def draw_report(draw: Draw) -> list[Values]:
         for first in (1, 2):
             for is_strong in (False, True):
                 sizes = [first, 2 * first, 4 * first]
-                batch = int(rng.integers(3, 9)) * (4 if is_strong else 1)
+                batch = int(rng.integers(3, 9))
+                if is_strong:
+                    batch = 4 * batch + int(rng.integers(1, 4))
                 alone, rounds = float(rng.uniform(0.5, 2.0)), int(rng.integers(3, 6)) * 2
                 lines = []
                 for number in range(rounds):
@@ -274,6 +279,19 @@ class DriftingMachine:
         """The simulated time in seconds."""
         return self.now
 
+    def slow(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """The collective, for which the caller waits as long as for a step."""
+
+        def waits(*args: Any, **kwargs: Any) -> Any:
+            self.now += self.seconds[True]
+            return collective(*args, **kwargs)
+
+        return waits
+
+
+# What finds the slowest rank; whoever times that as well times too much.
+_MAXIMA = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
+
 
 def draw_overhead(draw: Draw) -> list[Values]:
     """The slowest rank with communication is not the slowest one without; the machine drifts.
@@ -314,14 +332,16 @@ def observe_overhead(communication_overhead: Any, inputs: Values, context: Conte
             inputs["with_s"], inputs["without_s"], inputs["speed"], np.array(noise)
         )
         machine.ready += 0.5  # the device is still busy with something else
-        share = communication_overhead(
-            partial(machine.run, True),
-            partial(machine.run, False),
-            machine.synchronize,
-            context.device,
-            rounds=inputs["rounds"],
-            clock=machine.clock,
-        )
+        slow: dict[str, Any] = {name: machine.slow(getattr(dist, name)) for name in _MAXIMA}
+        with mock.patch.multiple(dist, **slow):
+            share = communication_overhead(
+                partial(machine.run, True),
+                partial(machine.run, False),
+                machine.synchronize,
+                context.device,
+                rounds=inputs["rounds"],
+                clock=machine.clock,
+            )
         answer["shares"].append(described_scalar(share))
         answer["counts"].append([machine.counts[True], machine.counts[False]])
     return answer
