@@ -9,7 +9,7 @@ while the one before it is still at work in backward.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +20,23 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import returned, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
-WIDTH, INNER, BATCH, BLOCKS, STEPS = 5, 9, 4, 5, 2
+WIDTH, INNER, BATCH, BLOCKS, STEPS = 5, 9, 4, 5, 3
+EVALUATED = 2  # this step is in eval mode, and nothing that goes into block 0 needs a gradient
 MOST_AT_ONCE = 2  # units that have been computed again and wait for their backward
 RTOL, ATOL = 1e-8, 1e-10
+
+
+class _Noted(nn.Linear):
+    """A layer that tells each time when it computes."""
+
+    def __init__(self, inputs: int, outputs: int, tell: Callable[[], object]) -> None:
+        super().__init__(inputs, outputs)
+        self._tell = tell
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        self._tell()
+        return super().forward(input)
 
 
 class _Block(nn.Module):
@@ -30,7 +44,8 @@ class _Block(nn.Module):
 
     def __init__(self, number: int, diary: _Diary) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up = _Noted(WIDTH, INNER, lambda: diary.inner.append(number))
+        self.down = nn.Linear(INNER, WIDTH)
         self.dropout = nn.Dropout(0.4)
         self._note = lambda inner: diary.note(number, inner)
 
@@ -61,6 +76,7 @@ class _Diary:
 
     def __init__(self) -> None:
         self.passes: list[tuple[str, int]] = []
+        self.inner: list[int] = []  # the block, each time that its first layer computes
         self._made: list[tuple[int, StorageWeakRef]] = []
 
     def note(self, number: int, inner: torch.Tensor) -> None:
@@ -87,15 +103,20 @@ def _build(seed: int, diary: _Diary) -> tuple[nn.Module, list[torch.Tensor]]:
     return model, [torch.randn(shape, generator=generator).double() for _ in range(STEPS)]
 
 
-def _steps(model: Any, batches: list[torch.Tensor], diary: _Diary) -> Iterator[Values]:
+def _steps(model: Any, plain: Any, batches: list[torch.Tensor], diary: _Diary) -> Iterator[Values]:
     """What each step gives. Random numbers are drawn between forward and backward, too."""
-    for x in batches:
+    for number, x in enumerate(batches):
+        model.train(number != EVALUATED)
+        plain.gain.requires_grad_(number != EVALUATED)
         diary.passes.clear()
+        diary.inner.clear()
         out = returned(model(x), "the model")
         held = diary.held()
         torch.rand(3)
         out.square().sum().backward()
-        yield {"out": out.detach().numpy(), "held": held, "passes": list(diary.passes)}
+        inner = list(diary.inner)
+        passes = list(diary.passes)
+        yield {"out": out.detach().numpy(), "held": held, "passes": passes, "inner": inner}
 
 
 def draw(source: Draw) -> list[Values]:
@@ -106,7 +127,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe(recompute_units: Any, inputs: Values, context: Context) -> Values:
-    """Two steps of a model of which all blocks but one recompute."""
+    """Three steps of a model of which all blocks but one recompute."""
     diary = _Diary()
     plain, batches = _build(inputs["seed"], diary)
     parameters, names = dict(plain.named_parameters()), list(plain.state_dict())
@@ -118,7 +139,7 @@ def observe(recompute_units: Any, inputs: Values, context: Context) -> Values:
             raise TypeError(f"recompute_units: expected the model, got {type(model).__name__}")
         answer["renamed"] = [name for name in names if name not in model.state_dict()]
         torch.manual_seed(inputs["seed"])
-        for number, step in enumerate(_steps(model, batches, diary)):
+        for number, step in enumerate(_steps(model, plain, batches, diary)):
             answer[f"out/{number}"] = step.pop("out")
             answer["steps"].append(step)
             for name, p in parameters.items():
@@ -134,10 +155,11 @@ def _expected(seed: int) -> Values:
     model, batches = _build(seed, diary)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for number, step in enumerate(_steps(model, batches, diary)):
+        for number, step in enumerate(_steps(model, model, batches, diary)):
             found[f"out/{number}"] = step["out"]
             for name, p in model.named_parameters():
-                found[f"{number}/{name}"] = oracle.grad_of(p).copy()
+                if p.requires_grad:
+                    found[f"{number}/{name}"] = oracle.grad_of(p).copy()
                 p.grad = None
     return found
 
@@ -167,12 +189,24 @@ def _passes(answer: Values, left_over: int) -> str:
         return f"expected {STEPS} steps, got {str(steps)[:100]}."
     for number, step in enumerate(steps):
         try:
-            problem = _step_problem(step["held"], [tuple(p) for p in step["passes"]], left_over)
+            passes = [tuple(p) for p in step["passes"]]
+            problem = _step_problem(step["held"], passes, left_over) or _inner(step["inner"])
         except (TypeError, KeyError, ValueError, AttributeError):
             problem = "what the blocks wrote down is not readable."
         if problem:
-            return f"Step {number}: {problem}"
+            return f"Step {number}{', in eval mode' * (number == EVALUATED)}: {problem}"
     return ""
+
+
+def _inner(computed: Any) -> str:
+    """What is wrong with how often layers inside of the blocks ran; "" if nothing is."""
+    times = max((computed.count(number) for number in range(BLOCKS)), default=0)
+    if times <= 2:
+        return ""
+    return (
+        f"a layer inside of a block was computed {times} times, the block itself twice at most. Is "
+        "something inside of a unit recomputed once more?"
+    )
 
 
 def _step_problem(held: Any, passes: list[Any], left_over: int) -> str:

@@ -168,8 +168,8 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
         if name != "before":
             model(torch.ones(2, a, device=device, dtype=dtype)).square().mean().backward()
             optimizer.step()
-        if name == "momentum":  # an optimizer may keep more than tensors
-            optimizer.state[params[0]] |= {"count": 1, "last": None}
+        if name == "momentum":  # an optimizer may keep more than tensors, and whole numbers
+            optimizer.state[params[0]] |= {"count": 1, "last": None, "seen": torch.tensor([7])}
         # One parameter is given twice, as with tied weights.
         yield name, [*params, params[0]] if name == "whole" else params, optimizer
 
@@ -184,10 +184,13 @@ def _join(params: list[nn.Parameter]) -> None:
 def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Values:
     """What the function returns for each case."""
     mesh = parts.make_mesh(context.device.type)
-    told = {}
+    told: Values = {}
+    changed = []
     for name, params, optimizer in _measured_cases(inputs["widths"], mesh, context.device):
+        before = len(optimizer.state)
         told[name] = _triple(returned(local_bytes(iter(params), optimizer), "local_bytes"))
-    return {"told": told}
+        changed += [name] * (len(optimizer.state) != before)
+    return {"told": told, "changed": changed}
 
 
 def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) -> list[int]:
@@ -205,7 +208,7 @@ def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) ->
         "before": [total, 0, 0],
         "whole": [total, total, 2 * total],
         "sharded": [total // world_size, total // world_size, 2 * total // world_size],
-        "momentum": [total, total, total],
+        "momentum": [total, total, total + 8],
         "half": [total // 2, total // 2, total],
         "frozen": [total, second, 2 * second],
         "partly": [total, total, 2 * second],
@@ -223,7 +226,7 @@ _MEASURED = {
     "sharded": "a model behind fully_shard",
     "uneven": "a model behind fully_shard, with rows that the ranks do not divide",
     "half": "a model in bf16",
-    "momentum": "SGD with momentum, whose state also holds an int and a None",
+    "momentum": "SGD with momentum, whose state also holds an int, a None and an int64 tensor",
     "partly": "a model of which the optimizer holds one layer; all have gradients",
     "frozen": "a model with a frozen layer (its gradients are None)",
     "groups": "a model whose optimizer has two groups",
@@ -247,6 +250,14 @@ def judge_measured(case: Case) -> Iterator[Finding]:
                     rank,
                 )
                 break
+        else:
+            if (changed := item_of(answer.get("changed"), 0)) is not None:
+                yield Finding(
+                    f"{_MEASURED.get(str(changed), 'a model')}: measuring added entries to "
+                    "optimizer.state, and then its state_dict() fails. It is a defaultdict: "
+                    "state[p] makes what is not there.",
+                    rank,
+                )
 
 
 def _explain_measured(got: Any, expected: list[int], world_size: int) -> str:

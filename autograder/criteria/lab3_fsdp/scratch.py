@@ -103,10 +103,11 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
     """
     gpt = _gpt(inputs).to(context.device)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
-    for module in (gpt, fsdp):
-        if isinstance(module, nn.Module):
-            module.eval()
-    answer: Values = {}
+    answer: Values = {"trains": False}
+    if isinstance(fsdp, nn.Module):
+        fsdp.eval()
+        answer["trains"] = gpt.training
+    gpt.eval()
     for i in range(PASSES):
         tokens = torch.from_numpy(inputs[f"t{i % 2}"]).to(context.device)
         more = [t.to(context.device) for t in _more_arguments(inputs, i)]
@@ -125,6 +126,13 @@ def judge_forward(case: Case) -> Iterator[Finding]:
     A class may keep all units until their backward: that costs memory, which is judged elsewhere.
     """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        if told(answer, "trains"):
+            yield Finding(
+                "fsdp.eval() does not reach the model, so dropout would go on: the model has to be "
+                "a module of the FSDP (self.model = model).",
+                rank,
+            )
+            continue
         for i in range(PASSES):
             got, more = answer.get(f"o{i}"), _more_arguments(inputs, i)
             expected = _logits(inputs, i, i)

@@ -197,6 +197,14 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
         for name in (f"{name_of(steps[-1] + 1)}.tmp", f"tmp-{steps[-1] + 1}", "notes.txt"):
             (folder / name).write_bytes(whole[:1000])
         answer["leftovers"] = newest_in(module, folder, inputs)
+        # Far behind the beginning of a large file, one bit differs.
+        large = state_of(inputs, steps[-1])
+        large["model"]["weight"] = large["model"]["weight"].repeat(20)
+        module.save_checkpoint(folder, steps[-1], large, keep=MANY)
+        data = bytearray(newest.read_bytes())
+        data[int(0.9 * len(data))] ^= 4
+        newest.write_bytes(data)
+        answer["large"] = newest_in(module, folder, inputs)
         return answer
 
 
@@ -240,6 +248,7 @@ def judge_damage(case: Case) -> list[Finding]:
         ("two", first, "the two newest checkpoints are damaged"),
         ("all", -1, "all checkpoints are damaged"),
         ("leftovers", first, "beside one whole checkpoint there are files of other names"),
+        ("large", first, "of the newest checkpoint, of 5 MB, one bit differs near its end"),
     ):
         if answer.get(key) != [step, True]:
             return [Finding(_explain(answer.get(key), what, step), 0)]
@@ -273,6 +282,7 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
             (place / "notes.txt").write_text("mine")
             (place / "best.ckpt").write_text("mine too")
             (place / "upload.tmp").write_text("on its way")
+            (place / f"{name_of(99_999_999)}.tmp").write_text("what a death has left")
             seen = []
             for step in inputs["steps"]:
                 module = load_file(path)  # a new job: it has the files, but no memory
@@ -281,9 +291,9 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
                     os.utime(file, (late, late))
                 module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
                 seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
-            again = inputs["steps"][-1]
-            module.save_checkpoint(place, again, state_of(inputs, again), keep=keep)
-            seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
+            for again in (inputs["steps"][-1], inputs["steps"][0] - 1):
+                module.save_checkpoint(place, again, state_of(inputs, again), keep=keep)
+                seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
             answer[f"keep{keep}"] = seen
             answer[f"others{keep}"] = sorted(
                 p.name
@@ -326,7 +336,7 @@ def judge_keep(case: Case) -> list[Finding]:
     for keep in (1, 3):
         seen = answer.get(f"keep{keep}")
         seen = seen if isinstance(seen, list) else []
-        saves = [*steps, steps[-1]]
+        saves = [*steps, steps[-1], steps[0] - 1]  # the last one is older than all that are kept
         for number in range(len(saves)):
             right = [name_of(s) for s in sorted(set(saves[: number + 1]))[-keep:]]
             got = seen[number] if number < len(seen) else None
