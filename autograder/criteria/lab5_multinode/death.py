@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
 
 
 def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
-    """Logs in order which file was synced at which size, and which file was renamed."""
+    """Logs in order which file was synced with what in it, and which file was renamed."""
     if context.rank != 0:
         return {}
     log: list[list[Any]] = []
@@ -204,20 +205,20 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
         def call(file: Any) -> None:
             number = file if isinstance(file, int) else file.fileno()
             status = os.fstat(number)
-            log.append(["sync", status.st_ino, status.st_size])
+            log.append(["sync", status.st_ino, status.st_size, _sum_of(f"/proc/self/fd/{number}")])
             real[name](file)
 
         return call
 
     def renamed(name: str) -> Callable[..., None]:
         def call(source: Any, target: Any, **more: Any) -> None:
-            log.append(["rename", os.stat(source).st_ino, Path(os.fsdecode(target)).name])
+            log.append(["rename", os.stat(source).st_ino, Path(os.fsdecode(target)).name, 0])
             real[name](source, target, **more)
 
         return call
 
     def sync_all() -> None:
-        log.append(["sync all", 0, 0])
+        log.append(["sync all", 0, 0, 0])
         real["sync"]()
 
     with contextlib.ExitStack() as stack:
@@ -234,8 +235,16 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
             module.save_checkpoint(folder, step, state, keep=2)
             file = folder / name_of(step)
             status = file.stat() if file.is_file() else None
-            files.append([status.st_ino, status.st_size] if status else [])
+            files.append([status.st_ino, status.st_size, _sum_of(file)] if status else [])
         return {"log": log, "files": files}
+
+
+def _sum_of(file: str | Path) -> int:
+    """A checksum of what is in the file; 0 for an open one where only Linux could tell."""
+    try:
+        return zlib.crc32(Path(file).read_bytes())
+    except OSError:
+        return 0
 
 
 def judge_durable(case: Case) -> list[Finding]:
@@ -249,19 +258,28 @@ def judge_durable(case: Case) -> list[Finding]:
 
 
 def _not_durable(file: Any, log: Any, name: str) -> list[Finding]:
-    """What is wrong with the order of the calls for one file, [inode, size]."""
-    if not isinstance(file, list) or len(file) != 2 or not isinstance(log, list):
+    """What is wrong with the order of the calls for one file, [inode, size, checksum]."""
+    if not isinstance(file, list) or len(file) != 3 or not isinstance(log, list):
         return [Finding(f"there is no {name} after save_checkpoint.", 0)]
-    sizes = []
-    for kind, inode, what in log:
+    sizes, sums = [], set()
+    for kind, inode, what, content in log:
         if kind == "rename" and inode == file[0] and what == name:
             break
         if kind == "sync all":
             return []
         if kind == "sync" and inode == file[0]:
             sizes.append(what)
-    if file[1] in sizes:
+            sums.add(content)
+    if file[1] in sizes and sums & {0, file[2]}:
         return []
+    if file[1] in sizes:
+        return [
+            Finding(
+                "after the file was synced, something in it was written anew: after a power cut "
+                "that may be missing. os.fsync comes when the file is complete.",
+                0,
+            )
+        ]
     if sizes:
         return [
             Finding(

@@ -14,12 +14,12 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 NO_WAY = "ValueError"
 CASES = (
     *("plain", "own", "narrow first", "wide first", "odd first", "odd last", "ipv6"),
-    *("ipv6 peer", "second address", "loopback", "nowhere"),
+    *("ipv6 peer", "second address", "loopback", "own, narrower", "default", "nowhere"),
 )
 
 
 def draw_interface(draw: Draw) -> list[Values]:
-    """Per rank eleven situations: the interfaces of one node, and the address of a peer."""
+    """Per rank thirteen situations: the interfaces of one node, and the address of a peer."""
     return [_draw_tables(draw.private(rank), CASES) for rank in range(draw.world_size)]
 
 
@@ -64,6 +64,12 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
             table[-1] = (fast, [f"10.{a}.{b}.{e}/8", f"10.{a}.{b}.{e}/20"])
             table.append(("bond0", [f"10.{a}.{b}.{e % 200 + 3}/16"]))
             peer = f"10.{a}.{b}.{e % 200 + 40}"
+        if kind == "own, narrower":  # node 0, which also has an interface in a part of the network
+            peer = f"10.{a}.{b}.{e}"
+            table.append(("bond0", [f"10.{a}.{b}.{e % 200 + 3}/24"]))
+        if kind == "default":  # a network that holds every address
+            table.append(("tun0", [f"10.{(a + 1) % 250}.{c}.{d}/0"]))
+            peer = f"11.{a}.{b}.{e}"
         if kind == "loopback":  # two nodes on one machine
             peer = f"127.0.{c}.{d}"
         if kind == "nowhere":
@@ -116,6 +122,8 @@ _WHY = {
 }
 _WHY["second address"] = " An interface may have several addresses: look at each of them."
 _WHY["loopback"] = " Two nodes on one machine meet on the loopback interface."
+_WHY["own, narrower"] = " The narrower network is meant, also where the peer is this very node."
+_WHY["default"] = " A network with the prefix 0 holds every address."
 _WHY |= {"wide first": _WHY["narrow first"], "odd last": _WHY["odd first"]}
 
 

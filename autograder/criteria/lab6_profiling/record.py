@@ -156,7 +156,7 @@ def _draw_events(
             # Each trace begins earlier than the one before, so that operators of it lie where that
             # has a loader: each trace is read for itself.
             record = _Recorder(rng, begin - 1000 * number)
-            record.noise()
+            record.noise(make is _cpu_events)
             make(record, rng, number)
             traces.append([record.events[i] for i in rng.permutation(len(record.events))])
         on_cpu = make is _cpu_events
@@ -187,12 +187,12 @@ class _Recorder:
             }
         )
 
-    def noise(self) -> None:
-        """Adds events that must not become spans."""
+    def noise(self, lasting: bool) -> None:
+        """Adds events that must not become spans; `lasting`: one of them that has a length, too."""
         for phase in ("M", "i", "s", "f"):
             event = {"ph": phase, "name": draw_name(self.rng), "pid": 77, "tid": 1, "ts": self.base}
             # An asynchronous event has a length, too.
-            extra = {"cat": "cpu_op", "dur": 8500.0} if phase == "i" else {}
+            extra = {"cat": "cpu_op", "dur": 8500.0} if phase == "i" and lasting else {}
             self.events.append(event | extra)
         self.add("PyTorch Profiler (0)", "Trace", 1, 0, 9000)
         self.add("step", "user_annotation", 1, 0, 8800)
