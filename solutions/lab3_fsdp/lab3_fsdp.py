@@ -358,7 +358,7 @@ check("fsdp_memory_measured", local_bytes)
 #   their gradients, plus padding, and so an optimizer over `local_parameters()` keeps $1/N$ of its
 #   state.
 # - **Forward.** `fsdp(x)` returns what `model(x)` would have, with the shards' values of now; so
-#   does `fsdp(x, y)` of a model that takes two arguments.
+#   does `fsdp(x, y)` of a model that takes two arguments. `fsdp.eval()` reaches the model, too.
 # - **Gradients.** When `backward()` returns, each shard's `.grad` is its part of the *mean* over
 #   ranks. A second backward before `zero_grad()` adds to it.
 # - **Memory.** A unit is freed after its forward pass, and again after its backward pass. Its whole
