@@ -185,12 +185,19 @@ def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Valu
     """What the function returns for each case."""
     mesh = parts.make_mesh(context.device.type)
     told: Values = {}
-    changed = []
+    spoilt = []
     for name, params, optimizer in _measured_cases(inputs["widths"], mesh, context.device):
-        before = len(optimizer.state)
         told[name] = _triple(returned(local_bytes(iter(params), optimizer), "local_bytes"))
-        changed += [name] * (len(optimizer.state) != before)
-    return {"told": told, "changed": changed}
+        spoilt += [name] * (not _can_be_saved(optimizer))
+    return {"told": told, "spoilt": spoilt}
+
+
+def _can_be_saved(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        optimizer.state_dict()
+    except KeyError:  # it has state of a parameter that it does not hold
+        return False
+    return True
 
 
 def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) -> list[int]:
@@ -251,11 +258,11 @@ def judge_measured(case: Case) -> Iterator[Finding]:
                 )
                 break
         else:
-            if (changed := item_of(answer.get("changed"), 0)) is not None:
+            if (spoilt := item_of(answer.get("spoilt"), 0)) is not None:
                 yield Finding(
-                    f"{_MEASURED.get(str(changed), 'a model')}: measuring added entries to "
-                    "optimizer.state, and then its state_dict() fails. It is a defaultdict: "
-                    "state[p] makes what is not there.",
+                    f"{_MEASURED.get(str(spoilt), 'a model')}: after it was measured, "
+                    "optimizer.state_dict() fails. optimizer.state is a defaultdict: state[p] "
+                    "makes an entry, also for a parameter that the optimizer does not hold.",
                     rank,
                 )
 
