@@ -33,11 +33,11 @@ def test_a_check_stands_there_as_often_as_it_is_wanted():
 
 @pytest.mark.slow
 def test_draws_with_an_unexpected_verdict_are_named(monkeypatch):
-    """A choice that is wrong near the boundary only, and one that is right."""
+    """A choice that is wrong for one size in 24, whichever sizes are drawn, and one that is right."""
     (reference,) = load_zoo(LAB, "reference")
     lucky = copy.deepcopy(reference)
     cell = next(cell for cell in lucky.notebook.cells if RIGHT in cell.source)
-    cell.source = cell.source.replace(RIGHT, RIGHT.replace("<", "< 1.3 *"))
+    cell.source = cell.source.replace(RIGHT, f"({RIGHT}) ^ (arguments[0] % 24 == 0)")
     lucky = dataclasses.replace(lucky, name="lucky", loses=frozenset(["ring_choice"]))
     entries = [dataclasses.replace(reference, name="never", loses=lucky.loses), lucky]
     monkeypatch.setattr(autograder.proof.draws, "load_zoo", lambda *_, **__: entries)
