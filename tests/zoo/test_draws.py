@@ -33,7 +33,7 @@ def test_a_check_stands_there_as_often_as_it_is_wanted():
 
 @pytest.mark.slow
 def test_draws_with_an_unexpected_verdict_are_named(monkeypatch):
-    """A choice that is wrong for one size in 24, whichever sizes are drawn, and one that is right."""
+    """A choice that is wrong for one size in 24, whatever is drawn, and one that is right."""
     (reference,) = load_zoo(LAB, "reference")
     lucky = copy.deepcopy(reference)
     cell = next(cell for cell in lucky.notebook.cells if RIGHT in cell.source)

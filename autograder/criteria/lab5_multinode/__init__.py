@@ -33,7 +33,7 @@ _network = partial(
 )
 _checkpoints = partial(Criterion, task=_CHECKPOINTS, world="none", deadline_s=40.0)
 _resume = partial(Criterion, task=_RESUME, deadline_s=30.0)
-_script = partial(Criterion, task=_SCRIPT, world="none", draw=script.draw)
+_script = partial(Criterion, task=_SCRIPT, world="none")
 _link = partial(Criterion, task=_LINK, world="none", deadline_s=15.0)
 _hierarchy = partial(Criterion, task=_HIERARCHY, world="emulated", deadline_s=40.0)
 
@@ -109,11 +109,13 @@ LAB = Lab(
         ),
         _script(
             name="node_script", title="train_node.py on two nodes", points=6,
-            observe=script.observe_script, judge=script.judge_script, deadline_s=120.0,
+            draw=script.draw, observe=script.observe_script, judge=script.judge_script,
+            deadline_s=120.0,
         ),
         _script(
             name="node_lost", title="the same curve after a node was lost", points=8,
-            observe=lost.observe_lost, judge=lost.judge_lost, deadline_s=220.0,
+            draw=partial(script.draw, last_is_due=True), observe=lost.observe_lost,
+            judge=lost.judge_lost, deadline_s=220.0,
         ),
         _link(
             name="link_measure", title="latency and bandwidth of a link", points=5,

@@ -1,5 +1,6 @@
 """Criterion for task 5 of lab 5: nodes are lost, one at a time, and the job goes on as if not.
 
+A checkpoint is due after the last step here, and not in `node_script`.
 The curve is compared with the one that the same script gives without a break: whether that one is
 right is `node_script`'s business. Both nodes have all rows here, but only those of steps to come.
 """
@@ -47,6 +48,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         with nodes(job, torchrun=False, dies_at=2) as processes:
             answer["ends"] = [_end_of(processes[0])]
         answer["dying"] = steps_saved(job.saves())
+        answer["partial"] = (job.folder / "out-0.npz").exists()
         job.clear()
         stop = job.checkpoints / f"stop-{second}"
         stop.touch()
@@ -136,6 +138,14 @@ def judge_lost(case: Case) -> list[Finding]:
                     0,
                 )
             ]
+    if answer.get("partial") is not False:
+        return [
+            Finding(
+                f"{_DIED[0][1]}, and node 0 wrote --out, with the losses of too few steps: whoever "
+                "finds the file takes the job for done. It is written at the end, and only then.",
+                0,
+            )
+        ]
     if not isinstance(ends, list) or len(ends) != len(_DIED):
         return [Finding("there is no answer for each node that died.", 0)]
     if problem := _saved(answer, given["job"], saves):
@@ -179,7 +189,13 @@ def _saved(answer: Values, job: Values, saves: list[int]) -> str:
         return (
             "save_checkpoint was told to keep a single checkpoint: if it is damaged, none is left."
         )
-    if saves != [*range(job["every"], job["steps"] + 1, job["every"])]:
+    due = [*range(job["every"], job["steps"] + 1, job["every"])]
+    if saves == due[:-1]:
+        return (
+            f"--every={job['every']} --steps={job['steps']}: save_checkpoint was called for the "
+            f"steps {saves}, and not after the last one, when a checkpoint is due too."
+        )
+    if saves != due:
         return ""  # node_script's business
     dying, again = told(answer, "dying"), told(answer, "again")
     if not isinstance(dying, list) or not set(dying) <= set(saves[:1]):
