@@ -2,7 +2,7 @@
 
 The probe asks the referee for this rank's inputs, calls the student's code with them and sends back
 raw arrays. The probe knows no expected value and cannot say PASS: the referee, which is a separate
-process, judges.
+process, judges. See [Note: the referee's protocol].
 
 At the student's desk, rank 0 starts a practice referee with public seeds. Under the grader,
 `attach()` connects each rank to the referee before any of the student's code runs.

@@ -1,9 +1,27 @@
 """The referee: trusted, outside the ranks. Draws inputs, receives every rank's answer, judges.
 
-A submission's ranks connect over one unix socket. Each rank has one connection for checks and one
-for the emulated cluster, whose broker belongs to the referee. The grader says which check is open;
-an answer to any other check does not count. What the ranks print, raise or claim about themselves
-is never evidence. At a student's desk, the referee of `practice.py` opens checks itself.
+[Note: the referee's protocol]
+
+A submission's ranks connect over one unix socket, before any of the student's code runs. Each rank
+has one connection for checks and one for the emulated cluster, whose broker belongs to the referee.
+
+    rank (`inside/probe.py`)          referee
+    hello: rank, channel          →   welcome; refused: no such rank, or it is connected already
+    ask: name of a criterion      →   inputs of this rank; refused: a different check is open
+    answer: ok and values         →   noted, or at a student's desk: verdict
+            error and message
+            blocked and message       (only for extra points: this machine lacks the hardware)
+
+1. The grader opens a check (`open`): the referee draws the inputs of all ranks with secret seeds.
+2. Each rank asks once, and gets its own inputs. Those whose names begin with "_" stay here.
+3. Each rank runs the student's code and answers once. The first answer counts, and only for the
+   open check. A rank cannot send a verdict: there is no message for it.
+4. The grader closes the check (`close`) when the cell has ended or the deadline has passed. If all
+   ranks have answered ok, the criterion judges the answers and the broker's trace. If not, the
+   worst status of a rank is the verdict.
+
+What the ranks print, raise or claim about themselves is never evidence. `wire.py` has the form of
+the messages. At a student's desk, the referee of `practice.py` opens and closes checks itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The torch.distributed backend "emulated": collectives that travel through the broker.
 
 A collective's data is sent when the collective is called, and fetched when the rank waits for it.
-The order of messages on the rank's one connection is the order of events in virtual time. Importing
-this module registers the backend; `emulated_world` makes it the default process group for a block.
+The order of messages on the rank's one connection is the order of events in virtual time, see
+[Note: how virtual time is replayed]. Importing this module registers the backend; `emulated_world`
+makes it the default process group for a block.
 """
 
 from __future__ import annotations

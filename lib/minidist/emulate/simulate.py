@@ -1,7 +1,9 @@
 """Replay of a trace on a cluster: exact virtual time, the same on every run and every machine.
 
-The model. Every rank has streams, each with a clock; compute moves the clock of its stream, and
-most programs use stream 0 only. A collective is handed to the communication stream of its group,
+[Note: how virtual time is replayed]
+
+Every rank has streams, each with a clock; compute moves the clock of its stream, and most programs
+use stream 0 only. A collective is handed to the communication stream of its group,
 which works in order; the collective starts when all of its ranks have reached the point where they
 issue it and their streams and links are free, and takes the time that
 `minidist.cost.comm.collective_seconds` gives for the slowest link that its group needs. `wait`

@@ -4,7 +4,8 @@ On a GPU, code that overlaps copies, collectives and compute puts them on stream
 events; `fully_shard` is written like that. On a CPU torch's streams do nothing. Inside
 `emulated_streams` they are recorded, so that such code overlaps in virtual time as it would on a
 GPU: a collective is issued on the current stream, `wait` makes the current stream wait, and
-`stream.wait_event(event)` orders one stream after another.
+`stream.wait_event(event)` orders one stream after another. See
+[Note: how virtual time is replayed].
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the ranks of a session did, as the broker saw it: the input of `simulate`."""
+"""What the ranks of a session did, as the broker saw it: the input of `simulate`.
+
+See [Note: how virtual time is replayed].
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs cells on the ranks: obeys their magics, waits for their end, sends one reply per cell."""
+"""Runs cells on the ranks: obeys their magics, waits for their end, sends one reply per cell.
+
+See [Note: the life of a cell] in README.md.
+"""
 
 from __future__ import annotations
 

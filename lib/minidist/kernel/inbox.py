@@ -1,4 +1,7 @@
-"""Receives what ranks send, during and between cells: output, replies, input() requests."""
+"""Receives what ranks send, during and between cells: output, replies, input() requests.
+
+See [Note: the life of a cell] in README.md.
+"""
 
 from __future__ import annotations
 

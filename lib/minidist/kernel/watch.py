@@ -1,4 +1,7 @@
-"""Watches a running cell: shows new output, detects hangs, applies the cell's deadline."""
+"""Watches a running cell: shows new output, detects hangs, applies the cell's deadline.
+
+See [Note: the life of a cell] in README.md.
+"""
 
 from __future__ import annotations
 
