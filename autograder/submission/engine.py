@@ -216,7 +216,8 @@ class _Run:
         """Runs a cell whose rank was lost once more, because an earlier cell may have ended it.
 
         The earlier cells run without their bare calls, then with their definitions only. If ranks
-        are lost all the same, this cell is to blame, and the earlier cells stay as they were.
+        are lost all the same, this cell is to blame, and the earlier cells stay as they were. So
+        they do if the student's code raises with definitions only: a value may be what it misses.
 
         Returns:
             the verdict of a second try at a check that lost no rank, else None.
@@ -233,7 +234,8 @@ class _Run:
                 self.session.referee.open(criterion)
             await self._again(cell.source, cell.execution_count or 0, deadline_s)
             verdict = self._close() if criterion is not None else None
-            if self.outcome["kind"] != "rank_lost":
+            raised = self.outcome["kind"] == "error"
+            if self.outcome["kind"] != "rank_lost" and not (raised and worked is defining):
                 return verdict
         self.outcome, self.session.worked = first, before
         return None
