@@ -11,19 +11,23 @@ import numpy as np
 from autograder.criteria.common.answers import item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
-CASES = 8
+KINDS = 5
+CASES = 2 * KINDS + 1
 
 
 def draw(source: Draw) -> list[Values]:
     """Sizes, clusters and seconds, each case within 10 % of where ring and tree take equally long.
 
-    For each kind of world size (a power of two, one or two more, one or two less, any) the ring is
-    faster by a little, and then the tree; both have the same size, so that no size decides.
+    For each kind of world size (a power of two, one or two more, one or two less, any, one more
+    than a large power of two) the ring is faster by a little, and then the tree; both have the same
+    size, so that no size decides. Between two ranks the ring is always faster.
     """
     inputs = []
     for rank in range(source.world_size):
         rng = source.private(rank)
-        cases = [case for kind in range(CASES // 2) for case in _two_cases(kind, rng)]
+        cases = [case for kind in range(KINDS) for case in _two_cases(kind, rng)]
+        latency_s, bandwidth = cases[0][2:]
+        cases.append([float(round(latency_s * bandwidth * rng.uniform(0.5, 2))), 2, *cases[0][2:]])
         seconds = [float(ring_s(*case) * rng.uniform(1.1, 2.0)) for case in cases]  # pyright: ignore
         inputs.append({"cases": cases, "seconds": seconds})
     return inputs
@@ -36,7 +40,8 @@ def _two_cases(kind: int, rng: np.random.Generator) -> list[list[float]]:
         for ring_is_faster in (True, False):
             power = 2 ** int(rng.integers(3, 8))
             more = int(rng.integers(1, 3))
-            n = (power, power + more, power - more, int(rng.integers(5, 200)))[kind]
+            large = 2 ** int(rng.integers(11, 14)) + 1
+            n = (power, power + more, power - more, int(rng.integers(5, 200)), large)[kind]
             latency_s = float(10 ** rng.uniform(-6, -4))
             bandwidth = float(10 ** rng.uniform(9, 11.5))
             margin = float(rng.uniform(0.1, 0.2)) * (1 if ring_is_faster else -1)

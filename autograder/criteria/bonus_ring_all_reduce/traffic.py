@@ -25,21 +25,22 @@ from minidist.emulate import Link, simulate
 from minidist.emulate.trace import Event
 
 NUMEL = 24_000  # numbers per rank; the tensor has one more, so equal chunks are impossible
+SHARE_OF_HALVES = 3  # every third number in 16 bits, too
 SLACK_BYTES = 2_000  # for small messages by which ranks only agree on something
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=2.5e-6)
 MOST_TIME = 1.05
 MOST_CHUNKS = 2.2  # beside the tensor, at any moment
 
 
-def draw(source: Draw, *, op: str = "sum", small: bool = False) -> list[Values]:
+def draw(source: Draw, *, op: str = "sum", then: tuple[str, ...] = ()) -> list[Values]:
     """One large private tensor.
 
     Args:
         op: what the ranks do with it.
-        small: also reduce a tensor of fewer numbers than ranks.
+        then: which other all-reduces follow; see `_others`.
     """
     count = NUMEL * source.world_size + 1
-    common = {"op": op, "small": small}
+    common = {"op": op, "then": list(then)}
     return [
         common | {"x": source.private(rank).normal(size=count).astype(np.float32)}
         for rank in range(source.world_size)
@@ -48,13 +49,30 @@ def draw(source: Draw, *, op: str = "sum", small: bool = False) -> list[Values]:
 
 @on_two_nodes
 def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
-    """Runs an all-reduce; returns the most bytes that its new tensors had at any moment."""
-    tensor = torch.from_numpy(inputs["x"].copy())
+    """Runs all-reduces; returns the most bytes that their new tensors had at any moment."""
+    x, others = torch.from_numpy(inputs["x"].copy()), _others(inputs, context.world_size)
     with TensorMemory() as memory:
-        ring_all_reduce(tensor, inputs["op"])
-    if inputs["small"]:
-        ring_all_reduce(torch.ones(context.world_size - 1), inputs["op"])
-    return {"beside": memory.peak_bytes}
+        ring_all_reduce(x, inputs["op"])
+    beside = memory.peak_bytes
+    for kind in inputs["then"]:
+        tensor = others[kind]
+        with TensorMemory() as memory:
+            ring_all_reduce(tensor, "mean" if kind == "mean" else inputs["op"])
+        beside = max(beside, memory.peak_bytes)
+    return {"beside": beside}
+
+
+def _others(inputs: Values, n: int) -> dict[str, torch.Tensor]:
+    """More tensors for `n` ranks: for a mean, few rows, few numbers, none, 16 bits."""
+    x, rows = torch.from_numpy(inputs["x"]), max(1, n - 1)
+    width = (len(x) - 1) // rows
+    return {
+        "mean": x.clone(),
+        "rows": x[: rows * width].view(rows, width).clone(),
+        "small": torch.ones(n - 1, dtype=torch.float64),
+        "empty": torch.ones(0),
+        "half": x[::SHARE_OF_HALVES].half(),
+    }
 
 
 def _messages(case: Case, rank: int) -> list[Event]:
@@ -115,7 +133,7 @@ def _problem(case: Case) -> list[Finding]:
             for e in events
             if e.kind == "issue"
             and e.collective not in ("send", "recv", "barrier")
-            and e.numel * 4 > (0 if case.inputs[0]["small"] else SLACK_BYTES)
+            and e.numel * 4 > (0 if "empty" in case.inputs[0]["then"] else SLACK_BYTES)
         }
     )
     if others:
@@ -133,18 +151,23 @@ def judge_bytes(case: Case) -> list[Finding]:
     """No rank sends more than 2 (N - 1) / N of the tensor."""
     findings = _problem(case)
     n = case.world_size
-    num_bytes = 4 * len(case.inputs[0]["x"])
+    count = len(case.inputs[0]["x"])
+    halves = -(-count // SHARE_OF_HALVES)
+    num_bytes = 4 * count + 2 * halves
     least = 2 * (n - 1) / n * num_bytes
     for rank in range(n) if not findings and n > 1 else ():
         sent = sum(m.nbytes for m in _messages(case, rank))
         if sent > least + 2 * n * 4 + SLACK_BYTES:
-            reason = "More than one N-th of it goes on in a step."
+            reason = "More than one N-th of them goes on in a step."
             if sent >= 0.98 * (n - 1) * num_bytes:
-                reason = f"That is the whole tensor, {sent / num_bytes:.1f} times."
+                reason = f"That is the whole tensors, {sent / num_bytes:.1f} times."
+            elif abs(sent - least * (1 + 2 * halves / num_bytes)) < SLACK_BYTES:
+                reason = "So it is if the numbers of 16 bits travel in 32."
             findings.append(
                 Finding(
-                    f"{num_bytes} bytes on {n} ranks: this rank sent {sent} bytes, {least:.0f} are "
-                    f"enough: 2 (N - 1) / N of the tensor. {reason}",
+                    f"a tensor of {count} float32 and one of {halves} float16 on {n} ranks: this "
+                    f"rank sent {sent} bytes, {least:.0f} are enough: 2 (N - 1) / N of the "
+                    f"{num_bytes}. {reason}",
                     rank,
                 )
             )
@@ -152,8 +175,11 @@ def judge_bytes(case: Case) -> list[Finding]:
 
 
 def judge_neighbours(case: Case) -> list[Finding]:
-    """Rank r sends to rank r + 1, and to nobody else."""
+    """Rank r sends to rank r + 1, and to nobody else; nobody waits for all."""
     findings = _problem(case)
+    for rank, events in enumerate(case.trace.events if not findings else ()):
+        if any(e.kind == "issue" and e.collective == "barrier" for e in events):
+            return [Finding("it calls a barrier: only sends and receives are allowed here.", rank)]
     n = case.world_size
     for rank in range(n) if not findings and n > 1 else ():
         others = {m.ranks[1] for m in _messages(case, rank)} - {(rank + 1) % n}
@@ -178,6 +204,16 @@ def judge_messages(case: Case) -> list[Finding]:
     n = case.world_size
     chunk = math.ceil(len(case.inputs[0]["x"]) / n)
     for rank in range(n) if not findings and n > 1 else ():
+        few = [m.numel for m in _messages(case, rank) if m.dtype == "float64"]
+        if max(few, default=0) > 1:
+            findings.append(
+                Finding(
+                    f"a message carried {max(few)} of {n - 1} numbers, expected one at most: that "
+                    f"is what a chunk has where {n} ranks share {n - 1} numbers.",
+                    rank,
+                )
+            )
+            continue
         largest = max((m.numel for m in _messages(case, rank)), default=0)
         if largest > chunk:
             findings.append(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
 from autograder.criteria.common.places import alone, on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
@@ -22,9 +23,13 @@ EXCHANGES = ("0", "1", "2", "3")
 
 
 def draw_exchange(draw: Draw) -> list[Values]:
-    """Private tensors: a large one and three small ones of several dtypes, the last one uneven."""
+    """Private tensors: a large one and three small ones of several dtypes.
+
+    The last one has a different size on each rank, and on every second rank a different dtype.
+    """
     sizes = [int(draw.shared().integers(4, 9)) + 2 * rank for rank in range(draw.world_size)]
     sizes[int(draw.shared("empty").integers(draw.world_size))] = 0
+    dtypes = [("float64", "float32")[rank % 2] for rank in range(draw.world_size)]
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -33,8 +38,8 @@ def draw_exchange(draw: Draw) -> list[Values]:
                 "0": rng.normal(size=LARGE).astype(np.float32),
                 "1": rng.normal(size=3),
                 "2": rng.integers(0, 1000, size=7),
-                "3": rng.normal(size=sizes[rank]),
-                "comes": sizes[rank - 1],
+                "3": rng.normal(size=sizes[rank]).astype(dtypes[rank]),
+                "comes": [sizes[rank - 1], dtypes[rank - 1]],
             }
         )
     return inputs
@@ -46,8 +51,8 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     for name in EXCHANGES:
         outgoing = torch.from_numpy(inputs[name].copy()).to(context.device)
-        size = inputs["comes"] if name == "3" else len(outgoing)
-        incoming = outgoing.new_full((size,), -1)
+        size, dtype = inputs["comes"] if name == "3" else (len(outgoing), inputs[name].dtype.name)
+        incoming = outgoing.new_full((size,), -1, dtype=getattr(torch, dtype))
         exchange(outgoing, incoming)
         answer[name] = incoming.cpu().numpy()
         answer[f"sent/{name}"] = outgoing.cpu().numpy()
@@ -57,6 +62,7 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
     one = {name: value for name, value in (("RANK", 0), ("WORLD_SIZE", 1)) if name in names}
     with alone(context), mock.patch.dict(names, one):
         exchange(outgoing, incoming)
+    outgoing.zero_()  # a copy stays as it is
     answer["alone"] = incoming.cpu().numpy()
     return answer
 
@@ -146,7 +152,7 @@ def draw_small(draw: Draw) -> list[Values]:
         draw,
         [
             ((1,), "float32", "sum"),
-            ((max(1, n - 1),), "float64", "sum"),
+            ((1, max(1, n - 1)), "float64", "sum"),
             ((0,), "float32", "sum"),
             ((), "float64", "sum"),
         ],
@@ -166,6 +172,7 @@ def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
             and returned.shape == tensor.shape
             and returned.data_ptr() == tensor.data_ptr()
         )
+        answer[f"shape/{number}"] = list(getattr(returned, "shape", ()))
         if isinstance(returned, torch.Tensor) and returned is not tensor:
             answer[f"returned/{number}"] = returned.cpu().numpy()
     return answer
@@ -192,9 +199,21 @@ def _judge(case: Case, *, in_place: bool) -> Iterator[Finding]:
                 wrong = Finding(text, rank)
             if wrong and not in_place and elsewhere is not None:
                 wrong = _problem(case, rank, number, elsewhere)
+            if not wrong and not in_place:
+                wrong = _reshaped(case, rank, number)
             if wrong:
                 yield wrong
                 break
+
+
+def _reshaped(case: Case, rank: int, number: int) -> Finding | None:
+    """A finding if a single number without dimensions came back with some, and no other tensor."""
+    answer, shapes = case.answers[rank], [shape for shape, _, _ in case.inputs[0]["cases"]]
+    others = [answer.get(f"is/{k}") for k in range(len(shapes)) if k != number]
+    came = told(answer, f"shape/{number}")
+    if shapes[number] or came == [] or not all(is_right is True for is_right in others):
+        return None
+    return Finding(f"a tensor without dimensions came back in the shape {came}.", rank)
 
 
 def _problem(case: Case, rank: int, number: int, got: Any) -> Finding | None:

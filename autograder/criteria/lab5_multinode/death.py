@@ -110,7 +110,7 @@ def _after(
     try:
         found = module.load_newest(place)
         left["found"] = -1 if found is None else integer(found[0], "step from load_newest")
-        weight = torch.from_numpy(inputs["weight"])[::2]
+        weight = torch.from_numpy(inputs["weight"][::2].copy())
         shorter = {step: state | {"model": {"weight": weight}} for step, state in saved.items()}
         for step, state in (*shorter.items(), (steps[3], state_of(inputs, steps[3]))):
             module.save_checkpoint(place, step, state, keep=MANY)

@@ -44,5 +44,5 @@ def ring_all_reduce(tensor, op="sum"):
         reduce_scatter(parts, lambda own, other: own.__iadd__(other))
     all_gather(parts)
     if op == "mean":
-        tensor.copy_(tensor / dist.get_world_size())
+        tensor /= dist.get_world_size()
     return tensor
