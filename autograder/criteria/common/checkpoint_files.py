@@ -96,7 +96,7 @@ def rising_steps(rng: np.random.Generator, count: int) -> list[int]:
 def state_of(inputs: Values, step: int) -> dict[str, Any]:
     """A state that no different draw or step has."""
     weight = torch.from_numpy(inputs["weight"]) + step
-    return {"model": {"weight": weight}, "step": step, "note": f"step {step}"}
+    return {"model": {"weight": weight}, "at": step, "note": f"step {step}"}
 
 
 def is_state_of(got: Any, inputs: Values, step: int) -> bool:
@@ -107,7 +107,7 @@ def is_state(got: Any, expected: dict[str, Any]) -> bool:
     """Whether what was loaded is what was saved."""
     try:
         same = torch.equal(got["model"]["weight"], expected["model"]["weight"])
-        return bool(same and all(got[key] == expected[key] for key in ("step", "note")))
+        return bool(same and all(got[key] == expected[key] for key in ("at", "note")))
     except Exception:  # `got` may be anything
         return False
 

@@ -282,6 +282,9 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
             (place / "notes.txt").write_text("mine")
             (place / "best.ckpt").write_text("mine too")
             (place / "upload.tmp").write_text("on its way")
+            other_run = place / "other" / name_of(inputs["steps"][0])
+            other_run.parent.mkdir()
+            other_run.write_text("of a different run")
             (place / f"{name_of(99_999_999)}.tmp").write_text("what a death has left")
             seen = []
             for step in inputs["steps"]:
@@ -295,11 +298,8 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
                 module.save_checkpoint(place, again, state_of(inputs, again), keep=keep)
                 seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
             answer[f"keep{keep}"] = seen
-            answer[f"others{keep}"] = sorted(
-                p.name
-                for p in place.iterdir()
-                if p.name in ("notes.txt", "best.ckpt", "upload.tmp")
-            )
+            mine = [place / name for name in ("best.ckpt", "notes.txt", "upload.tmp")]
+            answer[f"others{keep}"] = [p.name for p in (*mine, other_run) if not p.exists()]
         answer["deaths"] = [_deaths(path, folder, inputs, keep) for keep in (1, 2)]
         return answer
 
@@ -348,10 +348,11 @@ def judge_keep(case: Case) -> list[Finding]:
                         0,
                     )
                 ]
-        if answer.get(f"others{keep}") != ["best.ckpt", "notes.txt", "upload.tmp"]:
+        if (gone := answer.get(f"others{keep}")) != []:
             return [
                 Finding(
-                    "a file that is no step-….ckpt was deleted: keep away from what is not yours.",
+                    f"files were deleted that are no step-….ckpt of this folder, {gone}: keep away "
+                    "from what is not yours.",
                     0,
                 )
             ]

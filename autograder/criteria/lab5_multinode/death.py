@@ -63,7 +63,7 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
 
         answer: Values = {}
         for what, step in (("new", third), ("again", second)):
-            state = state_of(inputs, step + 1) | {"step": step}  # a state not saved before
+            state = state_of(inputs, step + 1) | {"at": step}  # a state not saved before
 
             def save(step: int = step, state: Values = state) -> None:
                 with elsewhere:
@@ -245,7 +245,7 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
         # A large state goes around Python's buffer. A small one waits in it for the flush.
         large = state_of(inputs, inputs["steps"][0])
         files = []
-        for step, state in zip(inputs["steps"], (large, {"step": 1}), strict=False):
+        for step, state in zip(inputs["steps"], (large, {"at": 1}), strict=False):
             module.save_checkpoint(folder, step, state, keep=2)
             file = folder / name_of(step)
             status = file.stat() if file.is_file() else None
@@ -258,7 +258,8 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
         except Exception:
             told = True
         failed = any(entry[0] == "sync" for entry in log)
-        return answer | {"full": [failed, told, (folder / name_of(step)).exists()]}
+        there = steps_in(folder)
+        return answer | {"full": [failed, told, step in there, len(set(there) - {step}) == 2]}
 
 
 def _sum_of(file: str | Path) -> int:
@@ -276,17 +277,19 @@ def judge_durable(case: Case) -> list[Finding]:
         file = item_of(answer.get("files"), number)
         if problem := _not_durable(file, answer.get("log"), name_of(step)):
             return problem
-    failed, told, there = (item_of(answer.get("full"), number) for number in range(3))
-    if failed is True and (there is not False or told is not True):
-        did = "nobody was told" if told is not True else "the file got its name all the same"
-        return [
-            Finding(
-                f"the disk was full, which os.fsync said (OSError: {os.strerror(errno.ENOSPC)}), "
-                f"and {did}. Let its error out of save_checkpoint: the file is not on the disk.",
-                0,
-            )
-        ]
-    return []
+    failed, told, there, kept = (item_of(answer.get("full"), number) for number in range(4))
+    if failed is not True or (told is True and there is False and kept is True):
+        return []
+    did = "an older checkpoint was deleted" if told is True else "nobody was told"
+    if there is not False:
+        did = "the file got its name all the same"
+    return [
+        Finding(
+            f"the disk was full, which os.fsync said (OSError: {os.strerror(errno.ENOSPC)}), and "
+            f"{did}. Let its error out of save_checkpoint: the file is not on the disk.",
+            0,
+        )
+    ]
 
 
 def _not_durable(file: Any, log: Any, name: str) -> list[Finding]:

@@ -1,8 +1,9 @@
 """Criterion for task 5 of lab 5: nodes are lost, one at a time, and the job goes on as if not.
 
-A checkpoint is due after the last step here, and not in `node_script`.
-The curve is compared with the one that the same script gives without a break: whether that one is
-right is `node_script`'s business. Both nodes have all rows here, but only those of steps to come.
+A checkpoint is due after the last step here, and not in `node_script`. The job that starts again
+has more steps than the one that died, and saves less often. The curve is compared with the one that
+the same script gives without a break: whether that one is right is `node_script`'s business. Both
+nodes have all rows here, but only those of steps to come.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         saves = steps_saved(job.saves())
         answer["saves"] = saves
         answer["keep"] = sorted(p.name for p in job.checkpoints.glob("keep-*"))
-        if len(saves) < 2:
+        if not _can_be_resumed(saves, inputs["job"]["steps"]):
             return answer
         first, second = saves[:2]
         job.clear()
+        job.inputs = _with(inputs, steps=second + 1)
         with nodes(job, torchrun=False, dies_at=2) as processes:
             answer["ends"] = [_end_of(processes[0])]
         answer["dying"] = steps_saved(job.saves())
@@ -60,23 +62,49 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         # Only now, because no process of the first run is alive: damage its last checkpoint.
         stop.unlink()
         (job.checkpoints / f"damaged-{second}").touch()
+        job.inputs = _with(inputs, every=inputs["job"]["every"] + 1)
         job.write_data(min(first, inputs["job"]["every"]), shared=True)
         resumed = _run(job, " after it was started again")
         answer |= {f"resumed/{k}": v for k, v in resumed.items()}
         answer["again"] = steps_saved(job.saves())
-        every, done = inputs["job"]["every"], saves[-1]
-        if saves == [*range(every, inputs["job"]["steps"] + 1, every)]:
-            inputs = inputs | {"job": inputs["job"] | {"steps": done}}
-            job.inputs = inputs
-            finished = _run(job, f" when it was started with --steps={done} and all {done} done")
+        if saves == _due(inputs["job"]) and answer["again"] == _due_again(inputs["job"]):
+            done = answer["again"][-1]
+            job.inputs = _with(inputs, steps=done)
+            finished = _run(
+                job, f" when it was started with --steps={done} and all {done} done", old_out=True
+            )
             answer |= {f"finished/{k}": v for k, v in finished.items()}
         return answer
 
 
-def _run(job: Job, what: str) -> Values:
-    """The results of a job that runs to its end."""
+def _with(inputs: Values, **options: int) -> Values:
+    """The same for a job with different options."""
+    return inputs | {"job": inputs["job"] | options}
+
+
+def _can_be_resumed(saves: Any, steps: int) -> bool:
+    """Whether there are two checkpoints before the last step."""
+    numbers = isinstance(saves, list) and all(type(s) is int for s in saves)
+    return numbers and len(saves) >= 2 and saves[1] < steps
+
+
+def _due(job: Values) -> list[int]:
+    """The steps after which a run without a break saves."""
+    return [*range(job["every"], job["steps"] + 1, job["every"])]
+
+
+def _due_again(job: Values) -> list[int]:
+    """The steps of all checkpoints when the job has died in its second save and was resumed."""
+    resumed = _due(job | {"every": job["every"] + 1})
+    return sorted({job["every"], 2 * job["every"], *resumed})
+
+
+def _run(job: Job, what: str, *, old_out: bool = False) -> Values:
+    """The results of a job that runs to its end; `old_out`: a run before has left an --out."""
     for old in (*job.folder.glob("out-*.npz"), *job.folder.glob("log-*.txt")):
         old.unlink()
+    if old_out:
+        np.savez(job.folder / "out-0.npz", losses=np.zeros(1))
     with nodes(job, torchrun=False) as processes:
         wait(job, processes)
     return job.results(what)
@@ -119,11 +147,11 @@ def judge_lost(case: Case) -> list[Finding]:
     if problem := _untrained(given, answer, whole):
         return [Finding(f"without a break already, {problem}", 0)]
     assert isinstance(whole, np.ndarray)
-    if not isinstance(saves, list) or len(saves) < 2 or not all(type(s) is int for s in saves):
+    if not _can_be_resumed(saves, given["job"]["steps"]):
         return [
             Finding(
                 f"--every={given['job']['every']} --steps={given['job']['steps']}: save_checkpoint "
-                f"was called for the steps {saves}; two at least are needed to resume.",
+                f"was called for the steps {saves}; two before the last step are needed here.",
                 0,
             )
         ]
@@ -164,16 +192,15 @@ def judge_lost(case: Case) -> list[Finding]:
         got = answer.get(f"resumed/{name}")
         if wrong := oracle.differs(0, f"{name} of the resumed run", got, right, hint=text):
             return [wrong]
-    every = given["job"]["every"]
-    if saves == [*range(every, given["job"]["steps"] + 1, every)]:
-        return _finished(given, answer, whole[: saves[-1]])
+    if saves == _due(given["job"]):
+        return _finished(given, answer, whole[: _due_again(given["job"])[-1]])
     return []
 
 
 def _finished(given: Values, answer: Values, losses: np.ndarray) -> list[Finding]:
     """What is wrong with the --out of a job that was started again with all of its steps done."""
     what = f"of a job that was started again with all of its {len(losses)} steps done"
-    hint = "It has nothing left to do but to write --out."
+    hint = "It has nothing left to do but to write --out, in place of an older one."
     got = answer.get("finished/losses")
     if wrong := oracle.differs(0, f"losses {what}", got, losses, hint=hint):
         return [wrong]
@@ -189,7 +216,7 @@ def _saved(answer: Values, job: Values, saves: list[int]) -> str:
         return (
             "save_checkpoint was told to keep a single checkpoint: if it is damaged, none is left."
         )
-    due = [*range(job["every"], job["steps"] + 1, job["every"])]
+    due = _due(job)
     if saves == due[:-1]:
         return (
             f"--every={job['every']} --steps={job['steps']}: save_checkpoint was called for the "
@@ -204,11 +231,12 @@ def _saved(answer: Values, job: Values, saves: list[int]) -> str:
             "saves after every so many steps and at no other time. Nobody knows in which step an "
             "error has come."
         )
-    if again != saves:
+    if again != (right := _due_again(job)):
         return (
-            f"--every={job['every']} --steps={job['steps']}: with the run after the break there "
-            f"should be checkpoints of the steps {saves}, there were those of {again}: steps are "
-            "counted from the very first one."
+            f"--every={job['every']} until the break after step {saves[1]}, then "
+            f"--every={job['every'] + 1}, --steps={job['steps']}: there should be checkpoints of "
+            f"the steps {right}, there were those of {again}: steps are counted from the very "
+            "first one."
         )
     return ""
 

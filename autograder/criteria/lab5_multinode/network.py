@@ -14,12 +14,12 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 NO_WAY = "ValueError"
 CASES = (
     *("plain", "own", "narrow first", "wide first", "odd first", "odd last", "ipv6"),
-    *("ipv6 peer", "second address", "loopback", "own, narrower", "default", "nowhere"),
+    *("ipv6 peer", "second address", "loopback", "bridge", "own, narrower", "default", "nowhere"),
 )
 
 
 def draw_interface(draw: Draw) -> list[Values]:
-    """Per rank thirteen situations: the interfaces of one node, and the address of a peer."""
+    """Per rank fourteen situations: the interfaces of one node, and the address of a peer."""
     return [_draw_tables(draw.private(rank), CASES) for rank in range(draw.world_size)]
 
 
@@ -72,6 +72,8 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
             peer = f"11.{a}.{b}.{e}"
         if kind == "loopback":  # two nodes on one machine
             peer = f"127.0.{c}.{d}"
+        if kind == "bridge":  # two nodes in containers of one machine
+            peer = f"172.17.{c}.{d}"
         if kind == "nowhere":
             peer = f"11.{a}.{b}.{e}"
         order = list(rng.permutation(len(table)))

@@ -207,6 +207,8 @@ def _problem(args: Namespace, job: Values, node: int) -> str:
         )
     if str(args.max_restarts) != str(job["max_restarts"]):
         return f"--max-restarts is {args.max_restarts}, expected {job['max_restarts']}."
+    if node and args.local_addr == job["head"]:
+        return f"--local-addr is {args.local_addr}: that is node 0's address, not this node's."
     meeting = f"{job['head']}:{job['port']}"
     if args.rdzv_backend == "static":
         there = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"

@@ -78,8 +78,16 @@ def _training(arrays: Values, settings: Values, device: torch.device) -> Trainin
     return Training(model, optimizer, scheduler, Positions(11, settings["seed"]))
 
 
+def _change_decay(training: Training, settings: Values) -> None:
+    """What a program changes after it has made the optimizer belongs to the state, too."""
+    training.optimizer.param_groups[0]["weight_decay"] = settings["later_decay"]
+
+
 def _run(training: Training, x: torch.Tensor, y: torch.Tensor, steps: int) -> list[float]:
-    """Trains `steps` steps, each on the rows of its step number; the losses."""
+    """Trains `steps` steps, each on the rows of its step number; the losses.
+
+    The schedule rests in every third step, so its place does not follow from the step's number.
+    """
     losses = []
     for _ in range(steps):
         rows = slice(training.step * BATCH, (training.step + 1) * BATCH)
@@ -87,7 +95,8 @@ def _run(training: Training, x: torch.Tensor, y: torch.Tensor, steps: int) -> li
         loss = oracle.mse(training.model(x[rows]), y[rows])
         loss.backward()
         training.optimizer.step()
-        training.scheduler.step()
+        if training.step % 3 != 1:
+            training.scheduler.step()
         training.step += 1
         losses.append(loss.item())
     return losses
@@ -139,7 +148,8 @@ def _hand(model: nn.Module) -> list[torch.Tensor]:
 def _settings(rng: np.random.Generator) -> Values:
     return {
         "lr": float(rng.uniform(0.02, 0.1)),
-        "warmup": int(rng.integers(6, 9)),
+        "warmup": int(rng.integers(4, 6)),
+        "later_decay": float(rng.uniform(0.2, 0.5)),
         "seed": int(rng.integers(2**31)),
     }
 
@@ -164,6 +174,7 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
     x, y = (torch.from_numpy(inputs[k]).double().to(context.device) for k in "xy")
     with _own_random_numbers():
         one = _training(inputs, inputs["settings"], context.device)
+        _change_decay(one, inputs["settings"])
         _run(one, x, y, BEFORE)
         before = _hand(one.model)
         state = _through_a_file(collect_state(one), context, strict=False)
@@ -187,6 +198,7 @@ def judge_training(case: Case) -> Iterator[Finding]:
     given = case.inputs[0]
     x, y = (torch.from_numpy(given[k]).double() for k in "xy")
     right = _training(given, given["settings"], torch.device("cpu"))
+    _change_decay(right, given["settings"])
     _run(right, x, y, BEFORE)
     lr = np.array([group["lr"] for group in right.optimizer.param_groups])
     losses = np.array(_run(right, x, y, AFTER))
@@ -261,7 +273,10 @@ def _hint(got: Any, right: np.ndarray, lr: Any, right_lr: np.ndarray) -> str:
             "scheduler how far it has come. Both have a state_dict."
         )
     if not np.isclose(got[1], right[1], rtol=1e-6):
-        return "The first step differs: Adam's moments are the optimizer's state."
+        return (
+            "The first step differs: the optimizer's state_dict has Adam's moments and the options "
+            "of its groups."
+        )
     return "Later steps differ: the scheduler has a state_dict too."
 
 
