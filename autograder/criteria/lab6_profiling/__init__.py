@@ -9,6 +9,7 @@ from autograder.criteria.common.gpu_meter import draw_seeds
 from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab6_profiling import (
+    ahead,
     buckets,
     causes,
     emulated,
@@ -150,11 +151,11 @@ LAB = Lab(
         ),
         _loader(
             name="prof_prefetch", title="batches are made ahead, but not too many", points=4,
-            draw=loader.draw_ahead, observe=loader.observe_ahead, judge=loader.judge_ahead,
+            draw=ahead.draw_ahead, observe=ahead.observe_ahead, judge=ahead.judge_ahead,
         ),
         _loader(
             name="prof_prefetch_ends", title="order, errors and the end of the thread", points=3,
-            draw=loader.draw_ends, observe=loader.observe_ends, judge=loader.judge_ends,
+            draw=ahead.draw_ends, observe=ahead.observe_ends, judge=ahead.judge_ends,
         ),
         _loader(
             name="prof_loader_settings", title="workers, pinned memory and cores", points=3,

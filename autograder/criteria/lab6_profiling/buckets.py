@@ -272,7 +272,11 @@ def _explain_prediction(got: Any, drawn: Values) -> str:
 
 
 def draw_tuning(draw: Draw) -> list[Values]:
-    """Networks with high latency and huge gradients, or low bandwidth and small gradients."""
+    """Networks with high latency and huge gradients, or low bandwidth and small gradients.
+
+    On one of them the gradient that comes first is as large as all others together, and the best
+    caps are far below it.
+    """
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
@@ -291,6 +295,9 @@ def draw_tuning(draw: Draw) -> list[Values]:
                 factor = 1  # all of them together are below any usual cap
             network["sizes"] = [size * factor for size in network["sizes"]]
             network["s_per_byte"] /= factor
+            if number == 2:
+                network["sizes"][-1] = sum(network["sizes"][:-1])
+                network["s_per_byte"] /= 2
             cases.append(network)
         inputs.append({"cases": [cases[i] for i in rng.permutation(5)]})
     return inputs

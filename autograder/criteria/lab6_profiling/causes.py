@@ -145,9 +145,12 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
 
     run = Run.quiet(rng, small=0.0)
     run.across = str(rng.choice(["loader", "copy", "host"]))
-    # A little above the limit: without what began in the warm-up step it would be below.
+    # A little above the limit: without what began in the warm-up step it would be below, and so it
+    # would be without what goes on after the last one.
     run.add(run.across, rng.uniform(0.104, 0.112))
-    yield False, run, "half of the loss goes on in the step after the one in which it begins"
+    run.beyond = float(rng.uniform(0.05, 0.1))
+    why = "half of the loss goes on after the end of the step in which it begins, the last as well"
+    yield False, run, why
 
     run = Run.quiet(rng, steps=6)
     part = str(rng.choice(["loader", "copy", "host"]))

@@ -1,14 +1,11 @@
-"""Criteria for data loading: the time spent waiting, loading ahead, and the loader's settings.
+"""Criteria for data loading: the time spent waiting, and the loader's settings.
 
-Waiting is judged with a simulated clock and device, whose times are drawn. Loading ahead is judged
-by the source of the batches: it counts the requests for batches while the loop holds one batch.
+Waiting is judged with a simulated clock and device, whose times are drawn.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,11 +22,6 @@ from autograder.criteria.common.answers import (
     unit_hint,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
-from autograder.criteria.lab6_profiling.spans import is_same
-
-PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
-MANY = 200_000  # batches of the source whose loop breaks off early
-GRACE_S = 0.2  # too many requests to the source come within this time
 
 # --- loader_wait ---------------------------------------------------------------------------------
 
@@ -139,207 +131,6 @@ def _milliseconds(value: Any) -> str:
     return repr(value) if number is None else f"{number * 1e3:.4f} ms"
 
 
-# --- prefetch ------------------------------------------------------------------------------------
-
-
-def draw_ahead(draw: Draw) -> list[Values]:
-    """A small and a large depth per rank, so that no queue of a fixed length serves both."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        inputs.append({"depths": [int(rng.integers(1, 3)), int(rng.integers(5, 8))]})
-    return inputs
-
-
-def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
-    """How many batches the source made ahead while the loop held its first, second, third batch."""
-    counts = []
-    for depth in inputs["depths"]:
-        produced = [0]
-
-        def source(produced: list[int] = produced) -> Iterator[int]:
-            for number in range(60):
-                produced[0] += 1
-                yield number
-
-        batches = iter(prefetch(source(), depth))
-        row = []
-        for taken in (1, 2, 3):
-            next(batches)
-            deadline = time.monotonic() + PATIENCE_S
-            while produced[0] < taken + depth and time.monotonic() < deadline:
-                time.sleep(0.005)
-            time.sleep(GRACE_S)
-            row.append(produced[0] - taken)
-            if row[-1] < depth:
-                return {"counts": [*counts, row]}
-        counts.append(row)
-        for _ in batches:
-            pass
-    return {"counts": counts}
-
-
-def judge_ahead(case: Case) -> Iterator[Finding]:
-    """While the loop uses a batch, `depth` batches are loaded ahead, and at most two more."""
-    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        for number, depth in enumerate(inputs["depths"]):
-            row = item_of(answer.get("counts"), number)
-            numbers = [n for n in row if as_number(n) is not None] if isinstance(row, list) else []
-            if len(numbers) < 3 or min(numbers) < depth:
-                got = min(numbers, default=None)
-                yield Finding(
-                    f"depth={depth}: while the loop works on a batch, {depth} more should get "
-                    f"ready; {got} did. A thread of its own has to fill the queue.",
-                    rank,
-                )
-                break
-            if max(numbers) > depth + 2:
-                yield Finding(
-                    f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
-                    "endless: the queue needs a limit (queue.Queue(maxsize=…)).",
-                    rank,
-                )
-                break
-
-
-def draw_ends(draw: Draw) -> list[Values]:
-    """Batches, of which one is None and one is 0, a depth, and how the source fails."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        count = int(rng.integers(9, 16))
-        batches: list[int | None] = [int(n) for n in rng.integers(0, 99, count)]
-        batches[int(rng.integers(2, count - 2))] = None
-        batches[1] = 0
-        inputs.append(
-            {
-                "batches": batches,
-                "depth": int(rng.integers(1, 4)),
-                "broken": int(rng.integers(4, 8)),
-                "word": f"disk {int(rng.integers(1 << 30))}",
-                "sector": int(rng.integers(1 << 30)),
-            }
-        )
-    return inputs
-
-
-class _DiskError(Exception):
-    """The error that the source raises; of no kind that anybody expects."""
-
-    sector: int | None = None
-
-
-# The thread has something to put, and there is no room: a batch, the end, an error. Or no thread.
-BREAKS = (
-    "a loop broke off after 3 batches",
-    "a loop broke off after 3 batches, when the source was through and the queue full",
-    "a loop broke off after 3 batches, when the source had failed and the queue was full",
-    "a loop broke off after 0 batches",
-)
-
-
-def _source(kind: str, depth: int) -> Iterator[int]:
-    """What the loop that breaks off is about to read."""
-    yield from range(3 + depth if kind in BREAKS[1:3] else MANY)
-    if kind == BREAKS[2]:
-        raise _DiskError(kind)
-
-
-def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
-    """The delivered batches, an error of the source, and threads left after a loop breaks off."""
-    batches, depth, broken = inputs["batches"], inputs["depth"], inputs["broken"]
-    delivered = list(prefetch(list(batches), depth))
-
-    def breaks() -> Iterator[Any]:
-        yield from batches[:broken]
-        error = _DiskError(inputs["word"])
-        error.sector = inputs["sector"]
-        raise error
-
-    before_error, said, sector = [], "", None
-    try:
-        for batch in prefetch(breaks(), depth):
-            before_error.append(batch)
-    except Exception as error:
-        said, sector = f"{type(error).__name__}: {error}", getattr(error, "sector", None)
-    before = set(threading.enumerate())
-
-    left = []
-    for kind in BREAKS:
-        loop = iter(prefetch(_source(kind, depth), depth))
-        for _ in range(0 if kind == BREAKS[-1] else 3):
-            next(loop)
-        time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
-        getattr(loop, "close", lambda: None)()
-        del loop
-        left.append(_threads_beside(before))
-        before = set(threading.enumerate())
-    return {
-        "delivered": delivered,
-        "before_error": before_error,
-        "said": said,
-        "sector": sector,
-        "left": left,
-    }
-
-
-def _threads_beside(known: set[threading.Thread]) -> int:
-    """How many other threads there are, once they have had time to end."""
-    deadline = time.monotonic() + PATIENCE_S
-    while set(threading.enumerate()) - known and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return len(set(threading.enumerate()) - known)
-
-
-def judge_ends(case: Case) -> Iterator[Finding]:
-    """Batches come in order, errors are passed on, and no thread is left."""
-    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        batches, broken = inputs["batches"], inputs["broken"]
-        if not is_same(answer.get("delivered"), batches):
-            yield Finding(
-                f"expected the {len(batches)} batches in order, got "
-                f"{answer.get('delivered')!r}. "
-                "None and 0 are batches, too: mark the end with an object of your own.",
-                rank,
-            )
-        elif inputs["word"] not in str(answer.get("said")):
-            yield Finding(
-                "the source raised an error and the loop never heard of it. Catch it in the "
-                "thread, send it through the queue, and raise it in the loop.",
-                rank,
-            )
-        elif not str(answer.get("said")).startswith(_DiskError.__name__):
-            yield Finding(
-                f"the source raised a {_DiskError.__name__}, and the loop got "
-                f"{str(answer.get('said'))[:200]!r}: raise that error itself, because whoever "
-                "expects it looks for its type.",
-                rank,
-            )
-        elif not is_same(answer.get("sector"), inputs["sector"]):
-            yield Finding(
-                f"the source raised a {_DiskError.__name__} with an attribute, and the error that "
-                "the loop got has lost it: raise that error itself, not a new one with its text.",
-                rank,
-            )
-        elif not is_same(answer.get("before_error"), batches[:broken]):
-            yield Finding(
-                f"the source raised after {broken} batches; expected these first, got "
-                f"{answer.get('before_error')!r}.",
-                rank,
-            )
-        else:
-            for number, kind in enumerate(BREAKS):
-                if not is_same(item_of(answer.get("left"), number), 0):
-                    yield Finding(
-                        f"{kind}, and the loading thread is still there: it waits for room in the "
-                        "queue that nobody will make."
-                        + " (Start it at the first batch, not before.)"
-                        * (kind == BREAKS[-1]),
-                        rank,
-                    )
-                    break
-
-
 # --- loader_settings -----------------------------------------------------------------------------
 
 
@@ -362,6 +153,8 @@ def draw_settings(draw: Draw) -> list[Values]:
                 workers, cores = workers + 4, ranks * int(rng.integers(1, 4)) + ranks - 1
             if number == 3:
                 cores = int(rng.integers(1, ranks))
+            if number == 6:  # a little more than a whole number of workers, which is too few
+                workers, part = workers + 1, float(rng.uniform(0.996, 0.998))
             if number == 7:  # one worker is far more than enough
                 workers, part = 1, 0.95
             cases.append(

@@ -6,6 +6,7 @@ Reading is judged on events with drawn names and times, like those recorded on a
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -46,45 +47,73 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
         runs = [_record(profile_steps, run, inputs["label"], context) for run in inputs["runs"]]
         temporary = list(Path(folder).iterdir())
+        written = _phases(_own_record(Path(folder) / "own.json", context))
     left = set(Path.cwd().iterdir()) - before
     for _ in range(20):  # a different rank may still use its file in this folder
         left = {path for path in left if path.exists()}
         if left:
             time.sleep(0.05)
-    return {"runs": runs, "left": sorted(path.name for path in [*left, *temporary])[:3]}
+    names = sorted(path.name for path in [*left, *temporary])
+    return {"runs": runs, "left": names[:3], "written": written}
+
+
+def _train(weight: torch.Tensor) -> None:
+    total = (weight @ weight).sum()
+    total.backward()  # with it arrows get into the trace
+    dist.all_reduce(total.detach())
+
+
+def _weight(context: Context) -> torch.Tensor:
+    return torch.randn(16, 16, device=context.device, requires_grad=True)
+
+
+def _own_record(path: Path, context: Context) -> list[Values]:
+    """The events that torch writes of one such step."""
+    weight = _weight(context)
+    with torch.profiler.profile() as recorded:
+        _train(weight)
+    recorded.export_chrome_trace(str(path))
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def _phases(events: list[Values]) -> list[str]:
+    return sorted({str(event.get("ph")) for event in events})
 
 
 def _record(profile_steps: Any, run: Values, label: str, context: Context) -> Values:
-    """One run: how often step() was called, some of the events, and how many marks there are."""
+    """One run: how often step() was called, some of the events, and every `ph` among them."""
     calls = [0]
-    weight = torch.randn(16, 16, device=context.device)
+    weight = _weight(context)
 
     def step() -> None:
         with torch.profiler.record_function(f"{label}/{calls[0]}"):
-            total = (weight @ weight).sum()
-            dist.all_reduce(total)
+            _train(weight)
         calls[0] += 1
 
-    kept, marks = [], 0
-    events = profile_steps(step, warmup=run["warmup"], num_steps=run["num_steps"])
-    for event in returned(events, "profile_steps"):
-        marks += event.get("ph") != "X"
+    kept = []
+    found = profile_steps(step, warmup=run["warmup"], num_steps=run["num_steps"])
+    events = list(returned(found, "profile_steps"))
+    for event in events:
         name, category = str(event.get("name")), str(event.get("cat"))
         wanted = name == "step" or name.startswith(label) or name == "aten::mm"
         if event.get("ph") == "X" and category in ("user_annotation", "cpu_op") and wanted:
             kept.append([name, float(event["ts"]), float(event["dur"])])
-    return {"calls": calls[0], "events": kept[:200], "marks": marks}
+    return {"calls": calls[0], "events": kept[:200], "phases": _phases(events)}
 
 
 def judge_record(case: Case) -> Iterator[Finding]:
-    """Each profiled step lies inside its own "step" event; no warm-up step is in the trace."""
+    """Each profiled step lies inside its own "step" event; no warm-up step is in the trace.
+
+    Nothing is left out of the trace: it has events of every `ph` that torch writes of such a step.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if not is_same(answer.get("left"), []):
             yield Finding(f"files are left behind: {answer.get('left')}.", rank)
             continue
         for number, run in enumerate(inputs["runs"]):
             got = item_of(answer.get("runs"), number)
-            problem = _record_problem(run, inputs["label"], got if isinstance(got, dict) else {})
+            found = got if isinstance(got, dict) else {}
+            problem = _record_problem(run, inputs["label"], found) or _left_out(answer, found)
             if problem:
                 yield Finding(f"warmup={run['warmup']}: {problem}", rank)
                 break
@@ -121,12 +150,20 @@ def _record_problem(run: Values, label: str, answer: Values) -> str | None:
             )
         if "aten::mm" not in inside:
             return "no operator is in the trace: ask for ProfilerActivity.CPU."
-    if not as_number(answer.get("marks")):
-        return (
-            'all events have ph "X": return the list as export_chrome_trace writes it, with the '
-            "names of processes and threads in it."
-        )
     return None
+
+
+def _left_out(answer: Values, of_run: Values) -> str | None:
+    written, phases = answer.get("written"), of_run.get("phases")
+    if not isinstance(written, list) or not isinstance(phases, list):
+        return "expected a list of events."
+    missing = [phase for phase in written if phase not in phases]
+    if not missing:
+        return None
+    return (
+        f"torch writes events with ph {', '.join(map(repr, missing))} as well, and none is there: "
+        "return the list as export_chrome_trace writes it, with names, marks and arrows in it."
+    )
 
 
 # --- to_spans ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -22,12 +22,14 @@ class Run:
         parts: kind -> seconds of each [step, rank] in which it is the part of `breakdown`.
         hidden: kind -> share of the computation beside which it runs, too.
         across: a kind whose spans go on from the end of a step into the next one.
+        beyond: a share of a step for which spans of that kind go on beyond the end of the last one.
     """
 
     lengths: np.ndarray
     parts: dict[str, np.ndarray]
     hidden: dict[str, float] = field(default_factory=dict)
     across: str = ""
+    beyond: float = 0.0
 
     @classmethod
     def quiet(
@@ -90,6 +92,9 @@ class Run:
                 assert sum(seconds.values()) <= end - now, "a step has more in it than its length"
                 self._fill(rng, spans, rank, seconds, now, end)
             now = end
+        if self.beyond:
+            more = Span(0, self.across, draw_name(rng), now, now + scale * self.beyond)
+            spans += [replace(more, rank=rank) for rank in range(self.num_ranks)]
         return (_joined(spans, self.across) if self.across else spans), windows
 
     def _fill(

@@ -138,7 +138,10 @@ def draw_breakdown(draw: Draw) -> list[Values]:
 
 
 def draw_export(draw: Draw) -> list[Values]:
-    """Several ranks; spans of different kinds overlap, those of one kind do not."""
+    """Several ranks; spans of different kinds overlap, those of one kind do not.
+
+    One span of each rank has no length.
+    """
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -149,6 +152,8 @@ def draw_export(draw: Draw) -> list[Values]:
                 # As in a real trace, most names occur many times.
                 name = draw_name(rng)
                 spans += [Span(r + 2, s.kind, name, s.start, s.end) for s in row]
+            at = float(rng.uniform(0.5, 0.6))
+            spans.append(Span(r + 2, str(rng.choice(KINDS)), draw_name(rng), at, at))
         inputs.append(pack(_shuffled(rng, spans), "0"))
     return inputs
 

@@ -1,0 +1,284 @@
+"""Criteria for loading ahead.
+
+Loading ahead is judged by the source of the batches: it counts the requests for batches while the
+loop holds one batch, and after the loop has broken off.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common.answers import as_number, item_of
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab6_profiling.spans import is_same
+
+PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
+MANY = 200_000  # batches of the source whose loop breaks off early
+ENOUGH = 1000  # of these may be made after that: a thread that stops makes one or two
+GRACE_S = 0.2  # too many requests to the source come within this time
+
+# --- ahead, but not too far -----------------------------------------------------------------------
+
+
+def draw_ahead(draw: Draw) -> list[Values]:
+    """A small and a large depth per rank, so that no queue of a fixed length serves both."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        inputs.append({"depths": [int(rng.integers(1, 3)), int(rng.integers(5, 8))]})
+    return inputs
+
+
+def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
+    """How many batches the source made ahead while the loop held its first, second, third batch."""
+    counts = []
+    for depth in inputs["depths"]:
+        produced = [0]
+
+        def source(produced: list[int] = produced) -> Iterator[int]:
+            for number in range(60):
+                produced[0] += 1
+                yield number
+
+        batches = iter(prefetch(source(), depth))
+        row = []
+        for taken in (1, 2, 3):
+            next(batches)
+            deadline = time.monotonic() + PATIENCE_S
+            while produced[0] < taken + depth and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(GRACE_S)
+            row.append(produced[0] - taken)
+            if row[-1] < depth:
+                return {"counts": [*counts, row]}
+        counts.append(row)
+        for _ in batches:
+            pass
+    return {"counts": counts}
+
+
+def judge_ahead(case: Case) -> Iterator[Finding]:
+    """While the loop uses a batch, `depth` batches are loaded ahead, and at most two more."""
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, depth in enumerate(inputs["depths"]):
+            row = item_of(answer.get("counts"), number)
+            numbers = [n for n in row if as_number(n) is not None] if isinstance(row, list) else []
+            if len(numbers) < 3 or min(numbers) < depth:
+                got = min(numbers, default=None)
+                yield Finding(
+                    f"depth={depth}: while the loop works on a batch, {depth} more should get "
+                    f"ready; {got} did. A thread of its own has to fill the queue.",
+                    rank,
+                )
+                break
+            if max(numbers) > depth + 2:
+                yield Finding(
+                    f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
+                    "endless: the queue needs a limit (queue.Queue(maxsize=…)).",
+                    rank,
+                )
+                break
+
+
+def draw_ends(draw: Draw) -> list[Values]:
+    """Batches, a depth, and how the source fails.
+
+    One batch is None, one is 0, and one is a list, of which the rank makes an array.
+    """
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        count = int(rng.integers(9, 16))
+        batches: list[Any] = [int(n) for n in rng.integers(0, 99, count)]
+        batches[0] = rng.integers(0, 99, 4).tolist()
+        batches[int(rng.integers(2, count - 2))] = None
+        batches[1] = 0
+        inputs.append(
+            {
+                "batches": batches,
+                "depth": int(rng.integers(1, 4)),
+                "broken": int(rng.integers(4, 8)),
+                "word": f"disk {int(rng.integers(1 << 30))}",
+                "sector": int(rng.integers(1 << 30)),
+            }
+        )
+    return inputs
+
+
+class _DiskError(Exception):
+    """The error that the source raises; of no kind that anybody expects."""
+
+    sector: int | None = None
+
+
+# The thread has something to put, and there is no room: a batch, the end, an error. Or no thread.
+BREAKS = (
+    "a loop broke off after 3 batches",
+    "a loop broke off after 3 batches, when the source was through and the queue full",
+    "a loop broke off after 3 batches, when the source had failed and the queue was full",
+    "a loop broke off after 0 batches",
+)
+
+
+def _source(kind: str, depth: int, made: list[int]) -> Iterator[int]:
+    """What the loop that breaks off is about to read; counts its batches in `made`."""
+    for number in range(3 + depth if kind in BREAKS[1:3] else MANY):
+        made[0] += 1
+        yield number
+    if kind == BREAKS[2]:
+        raise _DiskError(kind)
+
+
+class _NoBeginning:
+    """A source that fails before its first batch, like a DataLoader whose workers do not start."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise _DiskError("no beginning")
+
+
+def _said_without_beginning(prefetch: Any, depth: int) -> str:
+    """The error that a loop over `_NoBeginning` gets; "" if it still waits, or gets none."""
+    said = [""]
+
+    def loop() -> None:
+        try:
+            list(prefetch(_NoBeginning(), depth))
+        except Exception as error:
+            said[0] = type(error).__name__
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return said[0]
+
+
+def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
+    """The delivered batches, an error of the source, and threads left after a loop breaks off."""
+    depth, broken = inputs["depth"], inputs["broken"]
+    batches = [np.array(b) if isinstance(b, list) else b for b in inputs["batches"]]
+    delivered = list(prefetch(list(batches), depth))
+
+    def breaks() -> Iterator[Any]:
+        yield from batches[:broken]
+        error = _DiskError(inputs["word"])
+        error.sector = inputs["sector"]
+        raise error
+
+    before_error, said, sector = [], "", None
+    try:
+        for batch in prefetch(breaks(), depth):
+            before_error.append(batch)
+    except Exception as error:
+        said, sector = f"{type(error).__name__}: {error}", getattr(error, "sector", None)
+    before = set(threading.enumerate())
+
+    left, before_break, after_break = [], [], []
+    for kind in BREAKS:
+        made = [0]
+        loop = iter(prefetch(_source(kind, depth, made), depth))
+        for _ in range(0 if kind == BREAKS[-1] else 3):
+            next(loop)
+        time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
+        before_break.append(made[0])
+        getattr(loop, "close", lambda: None)()
+        del loop
+        left.append(_threads_beside(before))
+        after_break.append(made[0] - before_break[-1])
+        before = set(threading.enumerate())
+    return {
+        "delivered": _described(delivered),
+        "before_error": _described(before_error),
+        "said": said,
+        "sector": sector,
+        "left": left,
+        "before_break": before_break,
+        "after_break": after_break,
+        "no_beginning": _said_without_beginning(prefetch, depth),
+    }
+
+
+def _described(batches: list[Any]) -> list[Any]:
+    """Batches as they were drawn: arrays are lists again."""
+    return [b.tolist() if isinstance(b, np.ndarray) else b for b in batches]
+
+
+def _threads_beside(known: set[threading.Thread]) -> int:
+    """How many other threads there are, once they have had time to end."""
+    deadline = time.monotonic() + PATIENCE_S
+    while set(threading.enumerate()) - known and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(set(threading.enumerate()) - known)
+
+
+def judge_ends(case: Case) -> Iterator[Finding]:
+    """Batches come in order, errors are passed on, and no thread is left."""
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        batches, broken = inputs["batches"], inputs["broken"]
+        if not is_same(answer.get("delivered"), batches):
+            yield Finding(
+                f"expected the {len(batches)} batches in order, got "
+                f"{answer.get('delivered')!r}. "
+                "None and 0 are batches, too: mark the end with an object of your own.",
+                rank,
+            )
+        elif inputs["word"] not in str(answer.get("said")):
+            yield Finding(
+                "the source raised an error and the loop never heard of it. Catch it in the "
+                "thread, send it through the queue, and raise it in the loop.",
+                rank,
+            )
+        elif not str(answer.get("said")).startswith(_DiskError.__name__):
+            yield Finding(
+                f"the source raised a {_DiskError.__name__}, and the loop got "
+                f"{str(answer.get('said'))[:200]!r}: raise that error itself, because whoever "
+                "expects it looks for its type.",
+                rank,
+            )
+        elif not is_same(answer.get("sector"), inputs["sector"]):
+            yield Finding(
+                f"the source raised a {_DiskError.__name__} with an attribute, and the error that "
+                "the loop got has lost it: raise that error itself, not a new one with its text.",
+                rank,
+            )
+        elif not is_same(answer.get("before_error"), batches[:broken]):
+            yield Finding(
+                f"the source raised after {broken} batches; expected these first, got "
+                f"{answer.get('before_error')!r}.",
+                rank,
+            )
+        elif answer.get("no_beginning") != _DiskError.__name__:
+            yield Finding(
+                f"the source raised a {_DiskError.__name__} in iter(), before its first batch, and "
+                "the loop never got it. All that the thread does with the source can fail.",
+                rank,
+            )
+        elif problem := _break_problem(answer, inputs["depth"]):
+            yield Finding(problem, rank)
+
+
+def _break_problem(answer: Values, depth: int) -> str | None:
+    for number, kind in enumerate(BREAKS):
+        before, after = (
+            as_number(item_of(answer.get(f"{when}_break"), number)) for when in ("before", "after")
+        )
+        if before is None or after is None:
+            return "the batches of a loop that breaks off were not counted."
+        # Another criterion judges a thread that is too far ahead, and it may be through by itself.
+        if before <= 3 + depth + 2 and after > ENOUGH:
+            return (
+                f"{kind}, and after that the thread made {after:.0f} more. It has to stop then, "
+                "though its source is not through."
+            )
+        if not is_same(item_of(answer.get("left"), number), 0):
+            return (
+                f"{kind}, and the loading thread is still there: it waits for room in the queue "
+                "that nobody will make."
+                + " (Start it at the first batch, not before.)"
+                * (kind == BREAKS[-1])
+            )
+    return None
