@@ -288,8 +288,9 @@ check("accum_memory", accumulate_gradients)
 # device.
 #
 # - `batches` has a length and yields `(x, y)`, like a `DataLoader`. All batches are equally large,
-#   and there is at least one. You are called once per epoch, with the same model, optimizer and
-#   scheduler. The optimizer may have several groups of parameters, and some may be frozen.
+#   and there is at least one. Go through them once, as you train: a whole epoch does not fit into
+#   memory. You are called once per epoch, with the same model, optimizer and scheduler. The
+#   optimizer may have several groups of parameters, and some may be frozen.
 # - Every `accumulation_steps` consecutive batches make one optimizer step with the gradient of
 #   their mean loss. Each batch goes forward and backward by itself. What is left at the end makes a
 #   step too, as the mean of the batches that are there. If nothing is left, there is no further

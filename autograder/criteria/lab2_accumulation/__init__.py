@@ -13,6 +13,7 @@ from autograder.criteria.lab2_accumulation import (
     emulated,
     gradients,
     loop,
+    loop_judges,
     planning,
     traffic,
 )
@@ -27,7 +28,7 @@ _CURVES = "Task 7, convergence"
 
 _one = partial(Criterion, task=_ONE, world="none", observe=gradients.observe)
 _loop = partial(Criterion, task=_LOOP, world="none", observe=loop.observe)
-_ddp = partial(Criterion, task=_DDP, draw=ddp.draw_samples, observe=ddp.observe_samples)
+_ddp = partial(Criterion, task=_DDP, observe=ddp.observe_samples)
 _emulated = partial(
     Criterion, task=_DDP, world="emulated", draw=emulated.draw, plan=emulated.plan, deadline_s=40.0
 )
@@ -65,35 +66,36 @@ LAB = Lab(
         ),
         _loop(
             name="accum_steps", title="one step per k batches", points=7,
-            draw=loop.draw_steps, observe=loop.observe_steps, judge=loop.judge_steps,
+            draw=loop.draw_steps, observe=loop.observe_steps, judge=loop_judges.judge_steps,
         ),
         _loop(
             name="accum_tail", title="the last, smaller group", points=6,
-            draw=loop.draw_tail, judge=loop.judge_tail,
+            draw=loop.draw_tail, judge=loop_judges.judge_tail,
         ),
         _loop(
             name="accum_zero_grad", title="no old gradients in a step", points=4,
-            draw=loop.draw_zero_grad, judge=loop.judge_zero_grad,
+            draw=loop.draw_zero_grad, judge=loop_judges.judge_zero_grad,
         ),
         _loop(
             name="accum_clip", title="the accumulated gradient is clipped once", points=5,
-            draw=loop.draw_clip, judge=loop.judge_clip,
+            draw=loop.draw_clip, judge=loop_judges.judge_clip,
         ),
         _loop(
             name="accum_schedule", title="the schedule counts optimizer steps", points=3,
-            draw=loop.draw_schedule, judge=loop.judge_schedule,
+            draw=loop.draw_schedule, judge=loop_judges.judge_schedule,
         ),
         _ddp(
             name="accum_ddp_gradients", title="the mean over all ranks and micro-batches",
-            points=6, judge=ddp.judge_gradients,
+            points=6, draw=ddp.draw_again, judge=ddp.judge_gradients,
         ),
         _ddp(
             name="accum_ddp_loss", title="the loss is the mean over all ranks", points=3,
-            judge=ddp.judge_loss,
+            draw=ddp.draw_classes, judge=ddp.judge_loss,
         ),
         _emulated(
             name="accum_ddp_collectives", title="gradients travel once, not k times", points=6,
-            observe=emulated.observe_ddp, judge=emulated.judge_collectives, between_ranks=True,
+            draw=emulated.draw_pair_twice, observe=emulated.observe_ddp,
+            judge=emulated.judge_collectives, between_ranks=True,
         ),
         _emulated(
             name="accum_ddp_backward", title="backward inside no_sync too", points=4,

@@ -18,7 +18,7 @@ from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import norm
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab2_accumulation.emulated import DecidesInBackward
-from autograder.criteria.lab2_accumulation.gradients import peak_of, too_much_memory
+from autograder.criteria.lab2_accumulation.memory import peak_of, too_much_memory
 
 SIZES = (6, 16, 3)
 NUM_PARAMETERS = 4

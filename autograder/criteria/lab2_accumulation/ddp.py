@@ -24,7 +24,7 @@ from autograder.criteria.common.weights import (
     weights_of,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab2_accumulation.gradients import peak_of, too_much_memory
+from autograder.criteria.lab2_accumulation.memory import peak_of, too_much_memory
 
 SIZES = (6, 14, 4)
 SAMPLES = 3
@@ -50,17 +50,46 @@ def draw_samples(draw: Draw) -> list[Values]:
     return oracle.private_batches(draw, start, [(k, SAMPLES) for k in ks], SIZES)
 
 
+def draw_again(draw: Draw) -> list[Values]:
+    """Like `draw_samples`; at last a call gets the very list of an earlier call once more."""
+    inputs = draw_samples(draw)
+    for values in inputs:
+        again = values["ks"].index(3)
+        values |= {f"{n}/3": values[f"{n}/{again}"] for n in "xy"}
+        values |= {"ks": [*values["ks"], 3], "again": again}
+    return inputs
+
+
+def draw_classes(draw: Draw) -> list[Values]:
+    """Like `draw_samples`; in one call the targets are classes, and the loss a cross-entropy."""
+    inputs = draw_samples(draw)
+    for rank, values in enumerate(inputs):
+        shape = values["y/1"].shape[:2]
+        values["y/1"] = draw.shared(f"classes {rank}").integers(SIZES[-1], size=shape)
+    return inputs
+
+
+def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy if the targets are classes, else the mean squared error."""
+    if target.is_floating_point():
+        return oracle.mse(output, target)
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
 @on_two_nodes
 def observe_samples(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Several accumulations with one wrapped model; between them gradients become None or zeros."""
     module = oracle.mlp(inputs).to(context.device)
     ddp = wrap(module, context)
     answer: Values = {}
-    loss_fn = oracle.ordered(oracle.mse, answer)
+    loss_fn = oracle.ordered(_loss_of, answer)
+    lists: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     for call in range(len(inputs["ks"])):
         module.zero_grad(set_to_none=call % 2 == 0)
         xs, ys = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
-        loss = accumulate_ddp(ddp, list(zip(xs, ys, strict=True)), loss_fn)
+        again = "again" in inputs and call == len(inputs["ks"]) - 1
+        lists.append(lists[inputs["again"]] if again else list(zip(xs, ys, strict=True)))
+        loss = accumulate_ddp(ddp, lists[-1], loss_fn)
         _record(answer, call, module, loss)
     return answer
 
@@ -106,6 +135,8 @@ def judge_gradients(case: Case) -> list[Finding]:
         ]
         expected = [1 / (case.world_size * k)] * len(basis)
         what = f"call {call}, {k} micro-batches per rank"
+        if "again" in case.inputs[0] and call == len(case.inputs[0]["ks"]) - 1:
+            what += f", with the very list of call {case.inputs[0]['again']}"
         _judge_weights(case, findings, call, k, basis, expected, what, why)
     return findings
 
@@ -158,8 +189,8 @@ def judge_loss(case: Case) -> list[Finding]:
     for call, k in enumerate(case.inputs[0]["ks"]):
         losses = []
         for inputs in case.inputs:
-            x, y = (torch.from_numpy(inputs[f"{n}/{call}"]).double() for n in "xy")
-            losses.append(oracle.mse(model(x), y).item())
+            x, y = (torch.from_numpy(inputs[f"{n}/{call}"]) for n in "xy")
+            losses.append(_loss_of(model(x.double()), y).item())
         for rank, answer in enumerate(case.answers):
             _judge_mean(findings, rank, answer.get(f"loss/{call}"), losses, k)
     return findings
@@ -219,12 +250,12 @@ def draw_tokens(draw: Draw) -> list[Values]:
 
 
 def draw_equal_shapes(draw: Draw) -> list[Values]:
-    """Like `draw_tokens`, with one shape for all micro-batches."""
-    return _draw_tokens(draw, SHAPES[:1], SHAPES[0])
+    """Like `draw_tokens`, with one shape for all micro-batches, and padding only at the end."""
+    return _draw_tokens(draw, SHAPES[:1], SHAPES[0], gaps=False)
 
 
 def _draw_tokens(
-    draw: Draw, shapes: Sequence[tuple[int, int]], dense_shape: tuple[int, int]
+    draw: Draw, shapes: Sequence[tuple[int, int]], dense_shape: tuple[int, int], gaps: bool = True
 ) -> list[Values]:
     rng = draw.shared()
     ks = [1, int(rng.integers(2, 5))]
@@ -242,7 +273,8 @@ def _draw_tokens(
                 values[f"x/{call}/{i}"] = own.integers(VOCABULARY, size=shape)
                 targets = own.integers(VOCABULARY, size=shape)
                 count = int(own.integers(1, 5)) if sparse else targets.size
-                hidden = own.permutation(targets.size)[count:]
+                places = own.permutation(targets.size) if gaps else np.arange(targets.size)
+                hidden = places[count:]
                 targets.reshape(-1)[hidden] = IGNORED
                 values[f"y/{call}/{i}"] = targets
         inputs.append(values)

@@ -31,7 +31,7 @@ from autograder.criteria.common.emulated import (
 )
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab2_accumulation.gradients import EmulatedMemory, too_much_memory
+from autograder.criteria.lab2_accumulation.memory import EmulatedMemory, too_much_memory
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
@@ -78,6 +78,16 @@ def draw(source: Draw) -> list[Values]:
     return inputs
 
 
+def draw_pair_twice(source: Draw) -> list[Values]:
+    """Like `draw`; the last micro-batch is the same pair of tensors as another one before it."""
+    inputs, twin = draw(source), int(source.shared("twin").integers(MICRO_BATCHES - 1))
+    for values in inputs:
+        values["twin"] = twin
+        for name in "xy":
+            values[name][:, twin] = values[name][:, -1]
+    return inputs
+
+
 def plan(source: Draw) -> ChargePlan:
     """What each layer costs, and the secret behind the factors."""
     return charge_plan(source, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
@@ -88,9 +98,11 @@ def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) 
     memory = EmulatedMemory(float("inf"))
     for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
         module.zero_grad()
-        pairs = zip(torch.from_numpy(xs), torch.from_numpy(ys), strict=True)
+        pairs = list(zip(torch.from_numpy(xs), torch.from_numpy(ys), strict=True))
+        if "twin" in inputs:
+            pairs[inputs["twin"]] = pairs[-1]
         with memory.watch():
-            accumulate_ddp(wrapped, list(pairs), oracle.mse)
+            accumulate_ddp(wrapped, pairs, oracle.mse)
     one = memory.kept_bytes / (CALLS * MICRO_BATCHES)
     return {"peak": [memory.peak_bytes / max(1.0, one), 1.0]}
 
@@ -190,9 +202,11 @@ class _Call:
         """
         if self.num_numbers > MAX_NUMBERS:  # what travelled before is in what travels at the end
             times = self.num_numbers / (GRADIENT_BYTES / 4)
+            twin = case.inputs[self.rank].get("twin")
             return Finding(
                 f"as many numbers travelled as {times:.1f} times the gradients: only the last of "
-                f"{MICRO_BATCHES} micro-batches synchronises.",
+                f"{MICRO_BATCHES} micro-batches synchronises."
+                + (f" (Number {twin} is the same pair of tensors.)" if twin is not None else ""),
                 self.rank,
             )
         for number, by in enumerate(self._carriers(case)):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,9 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import number_or_none
+from autograder.criteria.common.answers import number_or_none, told
 from autograder.criteria.common.weights import (
     Gradient,
     are_close,
@@ -24,6 +24,12 @@ from autograder.criteria.common.weights import (
     weights_of,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab2_accumulation.memory import (
+    MEMORY_LIMIT,
+    EmulatedMemory,
+    compared,
+    too_much_memory,
+)
 
 SIZES = (5, 8, 8, 2)
 NUM_PARAMETERS = 6
@@ -65,7 +71,7 @@ def draw_unequal(draw: Draw) -> list[Values]:
 
     In the last of them a sample is a sequence, longer in some micro-batches: who counts numbers
     instead of samples is wrong. Then a group for whoever goes through p.grad by hand: two layers
-    share a bias, and another bias is frozen.
+    share a bias, and another bias is frozen. The group `again` has the model of the group before.
     """
     rng = draw.shared("sequences")
     sequences, (long, short) = (
@@ -73,7 +79,7 @@ def draw_unequal(draw: Draw) -> list[Values]:
     )
     sizes = [[EQUAL] * 3, *_unequal(draw), sequences, [EQUAL] * 4]
     inputs = _draw(draw, sizes, {len(sizes) - 2: [long, long, short, short]})
-    return [values | {"shares": len(sizes) - 1} for values in inputs]
+    return [values | {"shares": len(sizes) - 1, "again": 2} for values in inputs]
 
 
 def draw_loss(draw: Draw) -> list[Values]:
@@ -116,11 +122,16 @@ def observe_together(accumulate_gradients: Any, inputs: Values, context: Context
 
 
 def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
-    """Gradients and the returned loss of every group; each starts with a new model."""
+    """Gradients and the returned loss of every group.
+
+    Each starts with a new model; only the group `again` goes on with that of the group before.
+    """
     answer: Values = {}
-    loss_fn = oracle.ordered(oracle.mse, answer)
+    loss_fn, model = oracle.ordered(oracle.mse, answer), nn.Module()
     for group in range(len(inputs["sizes"])):
-        model = model_of(inputs, group).to(context.device)
+        if group != inputs.get("again"):
+            model = model_of(inputs, group).to(context.device)
+        model.zero_grad()
         batches = [
             (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
             for x, y in batches_of(inputs, group)
@@ -182,11 +193,9 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             basis = _basis(case.inputs[rank], group)
             weights = weights_of(basis, collect(answer, f"g{group}", len(basis[0])))
-            share = np.array(counts) / sum(counts)
+            share, where = np.array(counts) / sum(counts), _where(case.inputs[rank], group)
             if weights is None:
-                where = " (Two layers share a bias here, and another bias is frozen.)"
-                shares = group == case.inputs[rank].get("shares")
-                yield Finding(_no_sum(len(counts)) + where * shares, rank)
+                yield Finding(_no_sum(len(counts)) + where, rank)
                 break
             total = float(weights.sum())
             if abs(total) < 1e-6 or not are_close(weights / total, share):
@@ -202,7 +211,7 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     f"micro-batches of {counts} samples entered the gradient with weights "
                     f"{show(weights)}; expected {show(share)}, a weight for each according to its "
-                    f"size.{why}",
+                    f"size.{why}{where}",
                     rank,
                 )
                 break
@@ -210,10 +219,18 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     f"micro-batches of {counts} samples entered with {total:.3g} times the weight "
                     f"that they should have: there are {sum(counts)} samples, and every one of "
-                    "them counts.",
+                    f"them counts.{where}",
                     rank,
                 )
                 break
+
+
+def _where(inputs: Values, group: int) -> str:
+    if group == inputs.get("shares"):
+        return " (Two layers share a bias here, and another bias is frozen.)"
+    if group == inputs.get("again"):
+        return " (This was the second call with the same model; its gradients were clear.)"
+    return ""
 
 
 def judge_loss(case: Case) -> Iterator[Finding]:
@@ -286,98 +303,12 @@ def _no_sum(k: int) -> str:
 # --- memory --------------------------------------------------------------------------------------
 
 MEMORY_SAMPLES, MEMORY_K = 64, 8
-MEMORY_LIMIT = 2.5  # in micro-batches
-LARGEST = 1.5  # the same for a single tensor: micro-batches are not put together
+PREDICTIONS = 3  # that may be held at once: two, and one that a variable still names
 
 
 def draw_memory(draw: Draw) -> list[Values]:
     """One group of large micro-batches."""
     return _draw(draw, [[MEMORY_SAMPLES] * MEMORY_K])
-
-
-class EmulatedMemory:
-    """Counts what autograd keeps for backward, and refuses to keep more than `limit_bytes`."""
-
-    def __init__(self, limit_bytes: float) -> None:
-        self.limit_bytes, self.live_bytes, self.peak_bytes = limit_bytes, 0, 0
-        self.kept_bytes = 0  # in all, freed ones too
-        self.largest = 0  # how many numbers the largest tensor has
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Inside, tensors saved for backward are counted until they are freed."""
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor
-        ):
-            yield
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Adds the bytes of a tensor that is kept; raises a MemoryError above the limit."""
-        self.largest = max(self.largest, tensor.numel())
-        self.kept_bytes += tensor.nbytes
-        self.live_bytes += tensor.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if self.live_bytes > self.limit_bytes:
-            raise MemoryError(
-                "out of memory (emulated): autograd holds the activations of more than two "
-                f"micro-batches at once, {self.live_bytes} bytes. backward() of a micro-batch "
-                "frees its activations: call it before the forward pass of the next one"
-            )
-
-
-class _Kept:
-    """A tensor that is saved for backward; when autograd drops it, its bytes count as free."""
-
-    def __init__(self, memory: EmulatedMemory, tensor: torch.Tensor) -> None:
-        self.memory, self.tensor = memory, tensor
-        memory.keep(tensor)
-
-    def __del__(self) -> None:
-        self.memory.live_bytes -= self.tensor.nbytes
-
-
-def peak_of(work: Callable[[], object], one: Callable[[], object]) -> list[float]:
-    """The activations of `work`, in those of `one` micro-batch.
-
-    Returns:
-        the most that are in memory at once, and the largest tensor among them.
-    """
-    memories = []
-    for run in (one, work):
-        memory = EmulatedMemory(float("inf"))
-        with memory.watch():
-            run()
-        memories.append(memory)
-    return compared(*memories)
-
-
-def compared(one: EmulatedMemory, work: EmulatedMemory) -> list[float]:
-    """Peak and largest tensor of `work`, in those of `one`."""
-    return [work.peak_bytes / max(1, one.peak_bytes), work.largest / max(1, one.largest)]
-
-
-def too_much_memory(peak: Any, rank: int) -> Finding | None:
-    """A finding if several micro-batches were put together, or more than two were in memory.
-
-    Args:
-        peak: what `peak_of` returned; anything else is not judged here.
-    """
-    if not isinstance(peak, list) or not all(isinstance(value, float) for value in peak):
-        return None
-    most, largest = peak
-    if largest > LARGEST:
-        return Finding(
-            f"a batch as large as {largest:.1f} micro-batches went forward: each micro-batch has "
-            "to go forward and backward by itself.",
-            rank,
-        )
-    if most > MEMORY_LIMIT:
-        return Finding(
-            f"the activations of {most:.1f} micro-batches were in memory at once; at most two "
-            "should be: backward() of a micro-batch comes before the next one goes forward.",
-            rank,
-        )
-    return None
 
 
 def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
@@ -392,12 +323,26 @@ def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) 
         oracle.mse(model(batches[0][0]), batches[0][1]).backward()
     model.zero_grad()
     memory = EmulatedMemory(MEMORY_LIMIT * one.peak_bytes)
+    held = _count_predictions(model)
     with memory.watch():
         accumulate_gradients(model, batches, oracle.mse)
-    answer: Values = {"peak": compared(one, memory)}
+    answer: Values = {"peak": compared(one, memory), "predictions": max(held, default=0)}
     for i, p in enumerate(model.parameters()):
         answer[f"g0/{i}"] = oracle.grad_of(p)
     return answer
+
+
+def _count_predictions(model: nn.Module) -> list[int]:
+    """Gets, at each forward of `model` from now on, the number of its predictions in memory."""
+    memories: list[StorageWeakRef] = []
+    held: list[int] = []
+
+    def note(module: Any, arguments: Any, output: torch.Tensor) -> None:
+        memories.append(StorageWeakRef(output.untyped_storage()))
+        held.append(sum(not memory.expired() for memory in memories))
+
+    model.register_forward_hook(note)
+    return held
 
 
 def judge_memory(case: Case) -> Iterator[Finding]:
@@ -409,3 +354,9 @@ def judge_memory(case: Case) -> Iterator[Finding]:
             yield Finding(_no_sum(MEMORY_K), rank)
         elif problem := too_much_memory(answer.get("peak"), rank):
             yield problem
+        elif isinstance(held := told(answer, "predictions"), int) and held > PREDICTIONS:
+            yield Finding(
+                f"the predictions of {held} micro-batches were in memory at once; at most two "
+                "should be, detached ones too: keep of each no more than its loss.",
+                rank,
+            )
