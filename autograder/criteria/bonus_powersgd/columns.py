@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 TOLERANCE = {"float32": 2e-4, "float64": 1e-8}
@@ -180,6 +182,8 @@ MEANS = {
     "c": (MEAN_SHAPES, "float32"),
     "d": (MEAN_SHAPES[:1], "float32"),
 }
+# Two float32 tensors of so many numbers are more than a bucket of DDP, 25 MB, would hold.
+LARGE = 2**22
 
 
 def draw_mean(draw: Draw) -> list[Values]:
@@ -195,7 +199,7 @@ def draw_mean(draw: Draw) -> list[Values]:
 
 
 def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
-    """All means, and the arguments afterwards."""
+    """All means, and the arguments afterwards; and the all-reduces for two large tensors."""
     answer: Values = {"none": len(packed_mean([]))}
     calls = {}
     for letter, (shapes, _) in MEANS.items():
@@ -207,12 +211,33 @@ def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
         for i, (mean, tensor) in enumerate(zip(means, tensors, strict=False)):
             answer[f"{letter}{i}"] = mean.cpu().numpy()
             answer[f"before/{letter}{i}"] = tensor.cpu().numpy()
+    answer["calls"] = _count_calls(packed_mean, [torch.ones(LARGE, device=context.device)] * 2)
     return answer
 
 
+def _count_calls(packed_mean: Any, tensors: list[torch.Tensor]) -> int:
+    all_reduce, calls = dist.all_reduce, 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return all_reduce(*args, **options)
+
+    with pretending(packed_mean, {(dist, "all_reduce"): counted}):
+        packed_mean(tensors)
+    return calls
+
+
 def judge_mean(case: Case) -> Iterator[Finding]:
-    """As many tensors as were passed, each the mean over ranks, in its own shape."""
+    """As many tensors as were passed, each the mean over ranks, in its shape; one all-reduce."""
     for rank, answer in enumerate(case.answers):
+        calls = answer.get("calls")
+        if not isinstance(calls, int) or calls > 1:
+            yield Finding(
+                f"dist.all_reduce was called {str(calls)[:40]} times for two tensors of {LARGE} "
+                "numbers, expected once, however many and however large they are.",
+                rank,
+            )
         if not _is_count(answer.get("none"), 0):
             yield Finding("packed_mean([]): expected an empty list.", rank)
         for letter, (shapes, dtype) in MEANS.items():

@@ -28,12 +28,15 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 observe = observe_steps
 NOTHING = 1e-6  # relative to the largest true value: a smaller gradient counts as zero
+TINY = 1e-8  # small, but not zero: Q goes on from such gradients, too
 FLAT = tuple(shape for shape in SHAPES if len(shape) < 3)
 
 
 def draw_telescope(draw: Draw) -> list[Values]:
-    """Six steps, each with different gradients."""
-    return draw_gradients(draw, SHAPES, 6, "float64", rank=1)
+    """Six steps, each with different gradients; in one of them, a rank has zeros for a matrix."""
+    inputs = draw_gradients(draw, SHAPES, 6, "float64", rank=1)
+    inputs[-1]["g2/0"] = np.zeros(SHAPES[0])
+    return inputs
 
 
 def draw_errors(draw: Draw) -> list[Values]:
@@ -43,8 +46,9 @@ def draw_errors(draw: Draw) -> list[Values]:
 
 
 def draw_steps(draw: Draw) -> list[Values]:
-    """Five steps; the compression rank is drawn, too."""
-    return draw_gradients(draw, SHAPES, 5, "float64")
+    """Five steps; the compression rank is drawn, too. A matrix begins with tiny gradients."""
+    inputs = draw_gradients(draw, SHAPES, 5, "float64")
+    return [values | {"g0/0": TINY * values["g0/0"]} for values in inputs]
 
 
 def judge_telescope(case: Case) -> list[Finding]:
@@ -169,6 +173,8 @@ def judge_steps(case: Case) -> list[Finding]:
                 got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][f"g{step}/{i}"]
                 what = f"step {step}, rank {r}: gradient of parameter {i}, shape {shape}"
                 hint = explain(got, expected, mean, own, case.world_size)
+                if not hint and (step, i) == (1, 0):
+                    hint = f"In step 0 these gradients were of size {TINY}: small, but not zero."
                 if wrong := oracle.differs(rank, what, got, expected, dtype="float32", hint=hint):
                     findings.append(wrong)
             if findings:
@@ -179,11 +185,12 @@ def judge_steps(case: Case) -> list[Finding]:
 # --- a checkpoint --------------------------------------------------------------------------------
 
 BEFORE, AFTER = 2, 3
+NUMEROUS = (*SHAPES, (10,), (12, 30), (7, 13))  # more than ten: "10" as text comes before "2"
 
 
 def draw_resume(draw: Draw) -> list[Values]:
     """Steps before and after the checkpoint."""
-    return draw_gradients(draw, SHAPES, BEFORE + AFTER, "float64", rank=2)
+    return draw_gradients(draw, NUMEROUS, BEFORE + AFTER, "float64", rank=2)
 
 
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
@@ -202,6 +209,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     # The reducer of another job: nothing is shared with the first one, not even the seed.
     others = parameters_for(inputs["shapes"], dtype, context.device)
     loaded = feedback(iter(others), inputs["rank"], seed=inputs["seed"] + 1)
+    run_step(loaded, others, inputs, 0)  # so there is something that loading has to replace
     file.seek(0)
     load_state(loaded, torch.load(file, weights_only=True))
     _errors(loaded, inputs, answer, "again")

@@ -157,7 +157,18 @@ def judge_first(case: Case) -> Iterator[Finding]:
 
 def draw_vectors(draw: Draw) -> list[Values]:
     """Parameters of many shapes; the two steps have different gradients."""
-    return draw_gradients(draw, SHAPES, 2, "float32", rank=2)
+    inputs = draw_gradients(draw, SHAPES, 2, "float32", rank=2)
+    small = [i for i, shape in enumerate(SHAPES) if not expected_shape(list(shape), 2)]
+    return [values | {"small": small} for values in inputs]
+
+
+def observe_vectors(powersgd: Any, inputs: Values, context: Context) -> Values:
+    """As `observe_steps`, and the gradients of a model that has the small parameters alone."""
+    answer, small = observe_steps(powersgd, inputs, context), inputs["small"]
+    alone = inputs | {"shapes": [inputs["shapes"][i] for i in small]}
+    pairs = [(f"{step}/{k}", f"{step}/{i}") for step in range(2) for k, i in enumerate(small)]
+    found = observe_steps(powersgd, alone | {f"g{k}": inputs[f"g{i}"] for k, i in pairs}, context)
+    return answer | {f"alone{i}": found[f"a{k}"] for k, i in pairs}
 
 
 def judge_vectors(case: Case) -> Iterator[Finding]:
@@ -176,9 +187,15 @@ def judge_vectors(case: Case) -> Iterator[Finding]:
             for step in range(case.inputs[0]["steps"]):
                 name = f"g{step}/{i}"
                 mean = oracle.mean([values[name] for values in case.inputs])
-                got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][name]
+                own = case.inputs[rank][name]
                 what = f"gradient of parameter {i}, shape {shape}, which is not compressed"
+                got, alone = answer.get(f"a{step}/{i}"), answer.get(f"alone{step}/{i}")
                 hint = oracle.explain_gradient(got, mean, own, case.world_size)
-                if wrong := oracle.differs(rank, what, got, mean, hint=hint):
+                wrong = oracle.differs(rank, what, got, mean, hint=hint)
+                if wrong is None:
+                    what = f"gradient of shape {shape} in a model of which nothing is compressed"
+                    hint = oracle.explain_gradient(alone, mean, own, case.world_size)
+                    wrong = oracle.differs(rank, what, alone, mean, hint=hint)
+                if wrong:
                     yield wrong
                     break

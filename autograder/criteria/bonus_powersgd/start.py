@@ -17,6 +17,7 @@ from autograder.criteria.bonus_powersgd.model import (
 )
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.places import hashing_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- the start -----------------------------------------------------------------------------------
@@ -42,7 +43,8 @@ def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
     before, answer = torch.get_rng_state(), {}
     for number, seed in enumerate([*inputs["seeds"], inputs["seeds"][0]]):
         parameters = parameters_for(STARTS, torch.float32, context.device)
-        reducer = powersgd(parameters, inputs["rank"], seed=seed)
+        with hashing_as(context.rank, powersgd):
+            reducer = powersgd(parameters, inputs["rank"], seed=seed)
         for i in range(len(parameters)):
             answer[f"{number}/{i}"] = as_array(reducer.q_of(i)).copy()
     answer["moved"] = not torch.equal(before, torch.get_rng_state())
@@ -73,7 +75,8 @@ def judge_seed(case: Case) -> Iterator[Finding]:
             if not _same(qs[0], zero, 1e-6):
                 problem = (
                     "differs from rank 0's. P = M Q can only be averaged if Q is the same on all "
-                    "ranks: let it depend on seed and number alone."
+                    "ranks: let it depend on seed and number alone. (hash() of a text is "
+                    "another one in every process.)"
                 )
             elif not _same(qs[0], qs[2], 1e-6):
                 problem = "has other numbers when the same seed is used again."
@@ -111,10 +114,14 @@ def _is_start(q: Any, wanted: tuple[int, int]) -> bool:
 # --- warm start ----------------------------------------------------------------------------------
 
 WARM_STEPS, WARM_RANK = 10, 2
+IDLE, PAUSE = 1, WARM_STEPS - 2  # this parameter's gradients are zero in this step
 
 
 def draw_warm(draw: Draw) -> list[Values]:
-    """The same private gradients in every step; their mean has two large singular values."""
+    """The same private gradients in every step; their mean has two large singular values.
+
+    One parameter has a step of zeros before the last: it has to go on from where its Q was then.
+    """
     rng, n = draw.shared(), draw.world_size
     inputs = draw_gradients(draw, PLAIN, WARM_STEPS, "float64", rank=WARM_RANK)
     for i, shape in enumerate(PLAIN):
@@ -129,12 +136,16 @@ def draw_warm(draw: Draw) -> list[Values]:
         for rank in range(n):
             gradient = (thin + own[rank] - middle).reshape(shape)
             for step in range(WARM_STEPS):
-                inputs[rank][f"g{step}/{i}"] = gradient
+                zero = i == IDLE and step == PAUSE
+                inputs[rank][f"g{step}/{i}"] = np.zeros_like(gradient) if zero else gradient
     return inputs
 
 
 def judge_warm(case: Case) -> Iterator[Finding]:
-    """After ten steps on the same gradients, the result is the best rank-2 approximation."""
+    """After ten steps on the same gradients, the result is the best rank-2 approximation.
+
+    A step of zeros among them changes nothing.
+    """
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         mean = oracle.mean(matrices_of(case, 0, i))
         u, s, vt = np.linalg.svd(mean)
@@ -147,6 +158,10 @@ def judge_warm(case: Case) -> Iterator[Finding]:
             )
             if oracle.agrees(got, mean.reshape(shape)):
                 hint = "That is the exact mean: it was not compressed."
+            elif i == IDLE:
+                hint += f" In step {PAUSE} this gradient was zero on all ranks; the old Q stays."
+                if isinstance(got, np.ndarray) and not got.any():
+                    continue  # Q has become zero, which `judge_revive` finds
             if wrong := oracle.differs(
                 rank,
                 f"gradient of parameter {i} in step {WARM_STEPS - 1}, held against the best "

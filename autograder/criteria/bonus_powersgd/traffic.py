@@ -20,6 +20,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Event
 
 LAYERS, STEPS, RANK = 6, 3, 2
+MANY = 120  # steps of a longer run, for what is sent every so often
 REST = 0.005  # allowed relative error of an uncompressed gradient; 16 bits use a third of it
 SLACK_BYTES = 200  # for a message in which ranks only agree on something
 MOST_CALLS = 3
@@ -29,23 +30,28 @@ MAX_NUMBERS = 100_000  # a larger payload was made to waste the judge's time
 LEAST_SHARE = 0.5
 
 
-def draw(source: Draw) -> list[Values]:
-    """Layers of two sizes, each with a bias."""
+def draw(source: Draw, taken: int = STEPS) -> list[Values]:
+    """Layers of two sizes, each with a bias.
+
+    Args:
+        taken: how many steps are taken; the same gradients come again and again.
+    """
     rng = source.shared("sizes")
     shapes: list[tuple[int, ...]] = []
     for _ in range(LAYERS // 2):
         n, m = int(rng.integers(50, 70)), int(rng.integers(50, 70))
         shapes += [(n, m), (n,), (m, n), (m,)]
-    return draw_gradients(source, shapes, STEPS, "float32", rank=RANK)
+    inputs = draw_gradients(source, shapes, STEPS, "float32", rank=RANK)
+    return [values | {"taken": taken} for values in inputs]
 
 
 def observe(powersgd: Any, inputs: Values, context: Context) -> Values:
-    """Takes three steps; returns a sum per gradient, so that there is a result."""
+    """Takes all steps; returns a sum per gradient, so that there is a result."""
     parameters = parameters_for(inputs["shapes"], torch.float32, context.device)
     reducer = powersgd(iter(parameters), inputs["rank"], seed=inputs["seed"])
-    for step in range(STEPS):
+    for step in range(inputs["taken"]):
         context.broker.charge(0, "forward")
-        run_step(reducer, parameters, inputs, step)
+        run_step(reducer, parameters, inputs, step % STEPS)
     return {"norms": [float(abs(oracle.grad_of(p)).sum()) for p in parameters]}
 
 
@@ -57,8 +63,9 @@ def _steps(case: Case, rank: int) -> list[list[Event]] | Finding:
             steps.append([])
         elif event.kind == "issue" and event.collective not in ("barrier", "recv") and steps:
             steps[-1].append(event)
-    if len(steps) != STEPS:
-        return Finding(f"{len(steps)} steps were begun, expected {STEPS}.", rank)
+    taken = case.inputs[0]["taken"]
+    if len(steps) != taken:
+        return Finding(f"{len(steps)} steps were begun, expected {taken}.", rank)
     if case.world_size > 1:
         for number, step in enumerate(steps):
             if problem := _too_little(case, rank, step):
@@ -136,13 +143,14 @@ def judge_calls(case: Case) -> Iterator[Finding]:
         if problem := _found_beside(case, rank):
             yield Finding(problem, rank)
             continue
-        most = max(len(step) for step in steps)
+        counts = [len(step) for step in steps]
+        most = max(counts)
         if most > MOST_CALLS:
             tensors = len(case.inputs[0]["shapes"])
             yield Finding(
-                f"a step took {most} collectives for {tensors} parameters, expected at most "
-                f"{MOST_CALLS}: all P together, all Q together, and all that is not compressed. "
-                "Every collective costs its latency, however little it carries.",
+                f"step {counts.index(most)} took {most} collectives for {tensors} parameters, "
+                f"expected at most {MOST_CALLS}: all P together, all Q together, and all that is "
+                "not compressed. Every collective costs its latency, however little it carries.",
                 rank,
             )
 

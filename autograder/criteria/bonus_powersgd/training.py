@@ -140,6 +140,16 @@ def draw_train(draw: Draw) -> list[Values]:
     return oracle.private_batches(draw, start, [(BATCH,)] * STEPS, SIZES)
 
 
+class CountingReducer:
+    """A stand-in for a single rank, which leaves gradients as they are."""
+
+    calls = 0
+
+    def reduce_gradients(self) -> None:
+        """Counts the call."""
+        self.calls += 1
+
+
 class ExactReducer:
     """A stand-in that averages gradients one by one, uncompressed."""
 
@@ -155,7 +165,7 @@ class ExactReducer:
 
 
 def observe_train(train: Any, inputs: Values, context: Context) -> Values:
-    """Losses, and the parameters afterwards."""
+    """Losses, and the parameters afterwards; and how a loop goes on after an infinite loss."""
     model = oracle.mlp(inputs).to(context.device)
     batches = [
         tuple(torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
@@ -168,11 +178,15 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     }
     for i, parameter in enumerate(model.parameters()):
         answer[f"p{i}"] = parameter.detach().cpu().numpy()
-    return answer
+    # Nothing is sent here: a rank that left out a step would let the others wait.
+    counter, infinite = CountingReducer(), (batches[0][0], batches[0][1] + math.inf)
+    other = oracle.mlp(inputs).to(context.device)
+    again = train(other, counter, iter([infinite, batches[1]]), LR, oracle.mse)
+    return answer | {"reduced": counter.calls, "counted": len(again)}
 
 
 def judge_train(case: Case) -> Iterator[Finding]:
-    """Losses and parameters, as one process computes them."""
+    """Losses and parameters, as one process computes them; no batch is left out."""
     batches = [[(v[f"x/{s}"], v[f"y/{s}"]) for v in case.inputs] for s in range(STEPS)]
     final, losses = oracle.train(case.inputs[0], batches, LR)
     for rank, answer in enumerate(case.answers):
@@ -188,6 +202,15 @@ def judge_train(case: Case) -> Iterator[Finding]:
             continue
         if answer.get("floats") is not True:
             yield Finding("expected each loss as a float; a tensor's `item()` gives it.", rank)
+            continue
+        reduced, counted = answer.get("reduced"), answer.get("counted")
+        if (reduced, counted) != (2, 2):
+            yield Finding(
+                "two batches, the first with an infinite loss: reduce_gradients() was called "
+                f"{str(reduced)[:40]} times, and {str(counted)[:40]} losses came back; expected 2 "
+                "and 2. A rank that leaves out a step lets the others wait for it.",
+                rank,
+            )
             continue
         for i, expected in enumerate(final):
             if wrong := oracle.differs(

@@ -21,6 +21,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
 )
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.places import hashing_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 COUNT, P = 200, 0.5
@@ -39,7 +40,10 @@ def _mask(context: Context) -> np.ndarray:
 
 
 def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values:
-    """Masks inside fork(): two of one stream, one with its seed again, one with a new seed."""
+    """Masks inside fork(): two of one stream, one with its seed again, one with a new seed.
+
+    The stream with the seed again is that of the next run, in a new process.
+    """
     answer: Values = {}
     torch.manual_seed(inputs["common"])
     stream = make_stream(inputs["seed"])
@@ -48,9 +52,8 @@ def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values
             answer[name] = _mask(context)
     torch.manual_seed(inputs["elsewhere"])
     _mask(context)
-    again, other = make_stream(inputs["seed"]), make_stream(inputs["other seed"])
-    for name, each in (("again", again), ("other", other)):
-        with each.fork():
+    for name, seed in (("again", "seed"), ("other", "other seed")):
+        with hashing_as(1, make_stream), make_stream(inputs[seed]).fork():
             answer[name] = _mask(context)
     return {name: mask.astype(np.int64) for name, mask in answer.items()}
 

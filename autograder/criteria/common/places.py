@@ -7,6 +7,7 @@ WORLD_SIZE. These helpers let a rank believe that it is one of several nodes.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -67,3 +68,32 @@ def alone(context: Context) -> Iterator[None]:
             yield
     finally:
         world.default_pg = everybody
+
+
+@contextmanager
+def hashing_as(process: int, written: Any) -> Iterator[None]:
+    """Inside, the notebook's `hash` of a text is that of a process of its own.
+
+    Ranks that torchrun started hash text in different ways. In grading they are forks of one
+    process, and would hash alike.
+
+    Args:
+        process: number of the process; written: a function or class of the notebook.
+    """
+
+    def has_text(value: object) -> bool:
+        if isinstance(value, tuple | frozenset):
+            return any(has_text(item) for item in value)
+        return isinstance(value, str | bytes)
+
+    def own(value: object) -> int:
+        return hash((process, hash(value))) if has_text(value) else hash(value)
+
+    home = sys.modules.get(getattr(written, "__module__", ""), sys.modules["__main__"])
+    names = getattr(written, "__globals__", vars(home))
+    before = names.get("hash", hash)
+    names["hash"] = own
+    try:
+        yield
+    finally:
+        names["hash"] = before

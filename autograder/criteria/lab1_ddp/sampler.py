@@ -6,14 +6,14 @@ A sampler takes `rank` and `world_size` as arguments, so every real rank evaluat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
+from autograder.criteria.common.places import hashing_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 VIRTUAL_WORLDS = (1, 2, 3, 4, 7)
@@ -23,26 +23,8 @@ EPOCHS = 12  # so many, that a right sampler does not drop one sample in each of
 
 def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Indices and lengths of the virtual ranks of this rank, for every setting that was drawn."""
-    names = getattr(getattr(sampler_class, "__iter__", None), "__globals__", {})
-    with mock.patch.dict(names, {"hash": _own_hash(context.rank)}):
+    with hashing_as(context.rank, sampler_class):
         return _observe(sampler_class, inputs, context)
-
-
-def _own_hash(rank: int) -> Callable[[object], int]:
-    """`hash` as it is on a rank that torchrun started: each process hashes text in its own way.
-
-    In grading the ranks are forks of one process, and would hash alike.
-    """
-
-    def has_text(value: object) -> bool:
-        if isinstance(value, tuple | frozenset):
-            return any(has_text(item) for item in value)
-        return isinstance(value, str | bytes)
-
-    def own(value: object) -> int:
-        return hash((rank, hash(value))) if has_text(value) else hash(value)
-
-    return own
 
 
 def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:

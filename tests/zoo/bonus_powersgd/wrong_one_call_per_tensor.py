@@ -1,6 +1,6 @@
 """Every tensor has an all-reduce of its own.
 
-loses: powersgd_calls
+loses: powersgd_mean
 class: example
 """
 
