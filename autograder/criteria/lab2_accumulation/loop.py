@@ -80,7 +80,7 @@ def draw_zero_grad(draw: Draw) -> list[Values]:
     k = int(draw.shared().integers(2, 5))
     n = 2 * k + 1  # a tail, whose gradients must not enter the next epoch
     runs: list[Values] = [{"k": k, "n": n, "groups": True}, {"k": k, "n": n, "goes_on": True}]
-    runs += [{"k": k, "n": k + 1, "groups": True, "frozen": [1, 3]}]
+    runs += [{"k": k, "n": 2 * k, "groups": True, "frozen": [1, 3]}]
     inputs = _draw(draw, runs)
     for rank, values in enumerate(inputs):
         rng = draw.shared(f"stale {rank}")

@@ -17,6 +17,7 @@ from autograder.criteria.lab3_fsdp import (
     gpu,
     memory,
     planning,
+    prefetch,
     saving,
     scratch,
     shards,
@@ -104,11 +105,12 @@ LAB = Lab(
         ),
         _units(
             name="fsdp_prefetch_forward", title="the next unit is gathered meanwhile", points=4,
-            judge=emulated.judge_prefetch_forward, between_ranks=True,
+            draw=emulated.draw_evaluated, judge=prefetch.judge_prefetch_forward,
+            between_ranks=True,
         ),
         _units(
             name="fsdp_prefetch_backward", title="and in backward the one before", points=4,
-            judge=emulated.judge_prefetch_backward, between_ranks=True,
+            judge=prefetch.judge_prefetch_backward, between_ranks=True,
         ),
         _native(
             name="fsdp_fully_shard", title="fully_shard, unit by unit", points=6,

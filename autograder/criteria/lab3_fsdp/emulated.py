@@ -1,4 +1,4 @@
-"""Criteria for sharding on the emulated cluster: what travels, when, and in which dtype.
+"""Criteria for sharding on the emulated cluster: what travels, and in which dtype.
 
 Each unit is a charged layer, so the broker knows when each unit computes. The broker also carries
 everything that travels. The values in an all-gather show which unit it brings. The referee computes
@@ -15,6 +15,7 @@ as it waits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,6 @@ from autograder.criteria.common.answers import returned
 from autograder.criteria.common.emulated import (
     charge_plan,
     charged_mlp,
-    even_cluster,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
@@ -40,28 +40,15 @@ from autograder.criteria.lab3_fsdp.steps import (
     Step,
     every_step,
 )
-from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
-from minidist.emulate.simulate import simulate
 
 BATCH = 3
+EVALUATIONS = 2  # the second one does not come after a backward
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
-GATHER_TO_FORWARD = 0.5  # time of a unit's all-gather / time of its forward
-# Targets. No prefetch gives 0.71 in both directions, blocking all-gathers 0.75, prefetch about 1.
-# Waiting at once for each reduce-scatter is allowed and gives 0.83 in backward.
-EFFICIENCY = {"forward": 0.88, "backward": 0.79}
 MAX_UNITS = 1.5  # units that one collective may carry
 MAX_PASSES = 2.6  # times that a step may gather all parameters, with padding
 SMALL_NUMEL = UNIT_NUMEL // 16  # for a loss, a norm or a flag; a rank's part of a unit has more
-LATENCY_S = 1e-6
 TOP = 300  # number of largest entries that identify a gradient
-
-
-def grading_cluster(world_size: int) -> Cluster:
-    """Links on which the all-gather of a unit takes the same time for any number of ranks."""
-    share = (world_size - 1) / world_size
-    bandwidth = share * UNIT_NUMEL * 4 / (GATHER_TO_FORWARD * FORWARD_S)
-    return even_cluster(world_size, bandwidth, LATENCY_S)
 
 
 # --- draw and observe ----------------------------------------------------------------------------
@@ -73,6 +60,11 @@ def draw(source: Draw) -> list[Values]:
     start = parts.draw_mlp(source.shared(), sizes, scale=0.2)
     start["left_over"] = int(source.shared("left over").integers(LAYERS))
     return oracle.private_batches(source, start, [(BATCH,)] * STEPS, sizes)
+
+
+def draw_evaluated(source: Draw) -> list[Values]:
+    """The same; after the steps come forward passes without backward, as in an evaluation."""
+    return [values | {"evaluations": EVALUATIONS} for values in draw(source)]
 
 
 def plan(source: Draw) -> ChargePlan:
@@ -98,12 +90,16 @@ def _steps(
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Forward and backward passes with the student's class; its shards change between them.
 
-    Whole gradients that stay are let go here: that they stay is judged elsewhere.
+    Whole gradients that stay are let go here: that they stay is judged elsewhere, and so is a class
+    that fails where no graph is recorded.
     """
     model = charged_mlp(inputs, context.broker, torch.float32)
     fsdp = fsdp_class(model, list(model))
     for _ in _steps(fsdp, inputs, torch.float32, parts.local_parameters(fsdp)):
         parts.forget_whole_gradients(model, fsdp)
+    with torch.no_grad(), contextlib.suppress(Exception):
+        for _ in range(inputs.get("evaluations", 0)):
+            fsdp(torch.from_numpy(inputs["x/0"]))
     return {"done": True}
 
 
@@ -260,56 +256,6 @@ def _wrong_reduction(step: Step, gradients: list[np.ndarray]) -> Finding | None:
             step.rank,
         )
     return None
-
-
-def judge_prefetch_forward(case: Case) -> list[Finding]:
-    """In virtual time, the forward pass of one unit hides the all-gather of the next unit."""
-    return _judge_prefetch(
-        case,
-        "forward",
-        "Start the all-gather of unit i + 1 (async_op=True) before unit i computes.",
-    )
-
-
-def judge_prefetch_backward(case: Case) -> list[Finding]:
-    """In virtual time, the backward pass of one unit hides the all-gather of the unit before it."""
-    return _judge_prefetch(
-        case,
-        "backward",
-        "Start the all-gather of unit i - 1 (async_op=True) before the backward of unit i.",
-    )
-
-
-def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
-    steps = list(every_step(case))
-    # That a gather brings the values of now is judged elsewhere.
-    findings = [s if isinstance(s, Finding) else s.not_gathered(old=True) for s in steps]
-    if any(findings):
-        return [finding for finding in findings if finding]
-    # The last step is looked at: in the first one, a class may still learn the order of its units.
-    last = [step for step in steps if isinstance(step, Step) and step.number == STEPS - 1]
-    for step in last:
-        if why := step.started_late(direction):
-            return [Finding(f"{direction}: {why} {hint}", step.rank)]
-    timeline = simulate(case.trace, grading_cluster(case.world_size))
-    efficiency = min(
-        _efficiency(timeline.event_times[step.rank], getattr(step, direction), direction)
-        for step in last
-    )
-    if efficiency >= EFFICIENCY[direction]:
-        return []
-    return [
-        Finding(
-            f"{direction}: {efficiency:.2f} of the virtual time between the first and the last "
-            f"unit is compute, target {EFFICIENCY[direction]}: the units wait for their "
-            f"parameters. {hint}"
-        )
-    ]
-
-
-def _efficiency(times: Any, computes: list[int], direction: str) -> float:
-    span = times[computes[-1]][1] - times[computes[0]][0]
-    return LAYERS * (FORWARD_S if direction == "forward" else BACKWARD_S) / max(span, 1e-12)
 
 
 def judge_native(case: Case) -> list[Finding]:

@@ -168,6 +168,8 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
         if name != "before":
             model(torch.ones(2, a, device=device, dtype=dtype)).square().mean().backward()
             optimizer.step()
+        if name == "late":
+            model[0].requires_grad_(False)
         if name == "momentum":  # an optimizer may keep more than tensors, and whole numbers
             optimizer.state[params[0]] |= {"count": 1, "last": None, "seen": torch.tensor([7])}
         # One parameter is given twice, as with tied weights.
@@ -219,6 +221,7 @@ def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) ->
         "half": [total // 2, total // 2, total],
         "frozen": [total, second, 2 * second],
         "partly": [total, total, 2 * second],
+        "late": [total, total, 2 * total],
         "groups": [total, total, 2 * total],
         "views": [total, total, 2 * total],
         "twins": [2 * twin, 2 * twin, 4 * twin],
@@ -236,6 +239,7 @@ _MEASURED = {
     "momentum": "SGD with momentum, whose state also holds an int, a None and an int64 tensor",
     "partly": "a model of which the optimizer holds one layer; all have gradients",
     "frozen": "a model with a frozen layer (its gradients are None)",
+    "late": "a model with a layer that was frozen after its step (its gradients are still there)",
     "groups": "a model whose optimizer has two groups",
     "views": "a model whose parameters are views of one flat tensor",
     "twins": "a model with two layers of one shape",

@@ -90,7 +90,7 @@ def naming_faults() -> Iterator[None]:
         if "storage of size 0" in str(error):
             error.args = (
                 "a unit computed while its memory was freed: each unit is gathered before its "
-                "forward, and again before its backward.",
+                "forward, and again before its backward, in eval mode as well.",
             )
         raise
 

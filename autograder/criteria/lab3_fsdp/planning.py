@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from autograder.criteria.common.answers import is_close, item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp.memory import STRATEGIES, plain, state_bytes
@@ -12,6 +14,7 @@ from autograder.criteria.lab3_fsdp.memory import STRATEGIES, plain, state_bytes
 # --- throughput ----------------------------------------------------------------------------------
 
 LAUNCH_S = 1e-4
+COLLECTIVE_S = 5e-3
 
 
 class QueueingDevice:
@@ -23,9 +26,11 @@ class QueueingDevice:
 
     def __init__(self, work_s: list[float], begin_s: float) -> None:
         self.work_s, self.now_s, self.ready_s, self.calls = work_s, begin_s, begin_s, 0
+        self.idle = False  # synchronize() was the last that was called
 
     def step(self) -> None:
         """Queues the next step."""
+        self.idle = False
         work = self.work_s[min(self.calls, len(self.work_s) - 1)]
         self.calls += 1
         self.now_s += LAUNCH_S
@@ -34,10 +39,32 @@ class QueueingDevice:
     def synchronize(self) -> None:
         """Waits until the queue is empty."""
         self.now_s = max(self.now_s, self.ready_s)
+        self.idle = True
+
+    def communicate(self) -> None:
+        """A collective after the work: it takes time that belongs to no step."""
+        self.now_s += COLLECTIVE_S * self.idle
 
     def clock(self) -> float:
         """Seconds."""
         return self.now_s
+
+
+class _Collectives(TorchDispatchMode):
+    """Collectives in the block take time, too, on the clock of a simulated device."""
+
+    def __init__(self, device: QueueingDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation: over a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.device.communicate()
+        return func(*args, **(kwargs or {}))
 
 
 def draw_throughput(draw: Draw) -> list[Values]:
@@ -71,22 +98,17 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
     told, calls = [], []
     for number, (warmup, repeats) in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs["work"][number], inputs["begin"])
-        told.append(
-            plain(
-                returned(
-                    throughput(
-                        machine.step,
-                        inputs["samples"][number],
-                        machine.synchronize,
-                        context.device,
-                        warmup=warmup,
-                        repeats=repeats,
-                        clock=machine.clock,
-                    ),
-                    "throughput",
-                )
+        with _Collectives(machine):
+            result = throughput(
+                machine.step,
+                inputs["samples"][number],
+                machine.synchronize,
+                context.device,
+                warmup=warmup,
+                repeats=repeats,
+                clock=machine.clock,
             )
-        )
+        told.append(plain(returned(result, "throughput")))
         calls.append(machine.calls)
     shares = [
         plain(returned(scaling_efficiency(*row), "scaling_efficiency"))
@@ -133,6 +155,10 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
             (expected / repeats, "Those are the samples of one step only."),
             (expected / 1000, "That is per millisecond."),
             (1 / expected, "That is seconds per sample."),
+            (
+                sum(samples) / (max(seconds) + COLLECTIVE_S),
+                "A collective was timed as well: synchronize() comes right before each look.",
+            ),
             (sum(samples) / waits, "The device was waited for after each step; once is enough."),
             (
                 sum(samples) / (repeats * LAUNCH_S),

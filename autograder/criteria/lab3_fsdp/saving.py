@@ -57,11 +57,7 @@ def observe_policies(policies: Any, inputs: Values, context: Context) -> Values:
 
 
 def _describe(options: dict[str, Any]) -> Values:
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     precision = options.get("mp_policy", MixedPrecisionPolicy())
     where = options.get("offload_policy", OffloadPolicy())
@@ -73,6 +69,7 @@ def _describe(options: dict[str, Any]) -> Values:
         "keys": sorted(map(str, set(options) - {"mp_policy", "offload_policy"})),
         "param_dtype": _name(precision.param_dtype),
         "reduce_dtype": _name(precision.reduce_dtype),
+        "casts": bool(precision.cast_forward_inputs),
         "offload": isinstance(where, CPUOffloadPolicy),
         "pinned": bool(where.pin_memory) if isinstance(where, CPUOffloadPolicy) else False,
     }
@@ -110,6 +107,8 @@ def _policy_problem(got: Any, device_type: str, mixed: bool, offload: bool) -> s
     )
     if pair not in right:
         return f"expected param_dtype, reduce_dtype {right[0]}, got {pair}."
+    if mixed and got.get("casts") is not True:
+        return "cast_forward_inputs is False: a layer with bf16 weights fails with fp32 inputs."
     if got.get("offload") is not offload:
         return f"expected offloading to be {'on' if offload else 'off'}."
     if offload and got.get("pinned") is not (device_type == "cuda"):
@@ -141,6 +140,8 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
     mesh = parts.make_mesh(device.type)
     model = oracle.mlp(values).to(device)
     model.register_buffer("seen", torch.full((3,), values["p0"][0, 0].item(), device=device))
+    # One that state_dict() leaves out, as masks and tables are.
+    model.register_buffer("table", torch.full((2,), 7.0, device=device), persistent=False)
     model[0].bias.requires_grad_(False)  # as of a pretrained layer: it is in the checkpoint as well
     for module in [*parts.linears(model), model]:
         fully_shard(module, mesh=mesh)

@@ -103,10 +103,13 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
     """
     gpt = _gpt(inputs).to(context.device)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
-    answer: Values = {"trains": False}
+    answer: Values = {"trains": False, "stays": False}
     if isinstance(fsdp, nn.Module):
         fsdp.eval()
         answer["trains"] = gpt.training
+        fsdp.train()
+        answer["stays"] = not gpt.training
+        fsdp.eval()
     gpt.eval()
     for i in range(PASSES):
         tokens = torch.from_numpy(inputs[f"t{i % 2}"]).to(context.device)
@@ -130,6 +133,13 @@ def judge_forward(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "fsdp.eval() does not reach the model, so dropout would go on: the model has to be "
                 "a module of the FSDP (self.model = model).",
+                rank,
+            )
+            continue
+        if told(answer, "stays"):
+            yield Finding(
+                "fsdp.train() after fsdp.eval() does not reach the model: it stays in eval mode, "
+                "and is trained without its dropout.",
                 rank,
             )
             continue
@@ -231,6 +241,9 @@ def judge_gradients(case: Case) -> list[Finding]:
 def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of each batch alone, and of three passes without zero_grad() between them.
 
+    zero_grad() comes right before the first backward, as in many training loops. The last pass is
+    in eval mode, which changes nothing here.
+
     Whole gradients that stay are let go here: `fsdp_shards` judges that they stay.
     """
     model = oracle.mlp(inputs).to(context.device)
@@ -238,11 +251,17 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
     optimizer = torch.optim.SGD(parts.local_parameters(fsdp), lr=0.1)
     answer: Values = {}
     for name, calls in (("first", (0,)), ("both", (0, 1, 1)), ("second", (1,))):
-        optimizer.zero_grad()
-        for call in calls:
+        if name == "second":
+            model.eval()
+            if isinstance(fsdp, nn.Module):
+                fsdp.eval()
+        for number, call in enumerate(calls):
             x, y = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
             with parts.naming_faults():
-                oracle.mse(returned(fsdp(x), "fsdp(x)"), y).backward()
+                loss = oracle.mse(returned(fsdp(x), "fsdp(x)"), y)
+                if number == 0:
+                    optimizer.zero_grad()
+                loss.backward()
             parts.forget_whole_gradients(model, fsdp)
         grads = [p.grad for p in parts.local_parameters(fsdp)]
         answer |= {f"{name}/{i}": parts.array_of(g) for i, g in enumerate(grads) if g is not None}
@@ -276,7 +295,10 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
             together = first + 2 * second
             off = np.abs(got - together) > 1e-4 * scale
             if off.any():
-                why = "Is anything of earlier passes left over, or added twice?"
+                why = (
+                    "Is anything left over from before zero_grad(), which here comes between the "
+                    "first forward and its backward, or is anything added twice?"
+                )
                 if np.allclose(got, second, rtol=1e-3, atol=1e-4 * scale):
                     why = "That is the last one's alone: add to the shard's gradient."
                 yield Finding(

@@ -26,27 +26,35 @@ FACTOR = 0.5  # by which every parameter changes between two steps: exact in eve
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
+def _first(number: int) -> int:
+    """Which of a rank's computes is the first of a step; later ones are passes without backward."""
+    return LAYERS * (2 * min(number, STEPS) + max(number - STEPS, 0))
+
+
 class Step:
-    """One step of one rank: its computes, all-gathers and reductions, in their order."""
+    """One step of one rank: its computes, all-gathers and reductions, in their order.
+
+    Numbers from `STEPS` on are of passes without backward, which come after the steps.
+    """
 
     def __init__(self, case: Case, rank: int, number: int, mine: list[tuple[int, Collective]]):
         self.rank, self.number = rank, number
         events = case.trace.events[rank]
         computes = [i for i, e in enumerate(events) if e.kind == "compute"]
-        here = computes[2 * LAYERS * number : 2 * LAYERS * (number + 1)]
+        here = computes[_first(number) : _first(number + 1)]
         self.forward, self.backward = here[:LAYERS], here[LAYERS:]
-        begin = computes[2 * LAYERS * number - 1] if number else -1
-        later = computes[2 * LAYERS * (number + 1) :]  # the steps that follow
+        begin = computes[_first(number) - 1] if number else -1
+        later = computes[_first(number + 1) :]  # the steps that follow
         end = later[0] if later else len(events)
         self.waited = {e.key: i for i, e in reversed(list(enumerate(events))) if e.kind == "wait"}
         self.gathers = [(i, c) for i, c in mine if begin < i < here[-1] and c.kind == "all_gather"]
-        self.reductions = [
-            c for i, c in mine if self.backward[0] < i < end and c.kind != "all_gather"
-        ]
+        back = self.backward[0] if self.backward else end
+        self.reductions = [c for i, c in mine if back < i < end and c.kind != "all_gather"]
         self.unfinished = [c for c in self.reductions if self.waited.get(c.key, end) >= end]
         # By the values of now; and by those of any step, whether or not these are of now.
-        self.units = self._units_by([number], case)
-        self.units_of_any_step = self._units_by(range(number + 1), case)
+        changes = min(number, STEPS)  # of the parameters, so far
+        self.units = self._units_by([changes], case)
+        self.units_of_any_step = self._units_by(range(changes + 1), case)
 
     def _units_by(self, steps: Iterable[int], case: Case) -> list[set[int]]:
         """The units in each all-gather, found by the values that they had in one of `steps`."""
@@ -151,7 +159,8 @@ class _Rank:
     def __init__(self, case: Case, rank: int) -> None:
         self.rank = rank
         events = case.trace.events[rank]
-        self.finding = _wrong_order(events, rank)
+        evaluations = case.inputs[0].get("evaluations", 0)
+        self.finding = _wrong_order(events, rank, evaluations)
         if self.finding:
             return
         issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue"}
@@ -164,19 +173,27 @@ class _Rank:
             and reaches_all(c, case.world_size)
         ]
         self.steps = [Step(case, rank, number, mine) for number in range(STEPS)]
+        # If one of these fails, there are fewer of them; that is judged elsewhere.
+        made = sum(e.kind == "compute" for e in events) // LAYERS - 2 * STEPS
+        self.evaluations = [Step(case, rank, STEPS + number, mine) for number in range(made)]
 
 
-def _wrong_order(events: Sequence[Event], rank: int) -> Finding | None:
-    """A finding unless each step went forward through all layers, and then backward."""
+def _wrong_order(events: Sequence[Event], rank: int, evaluations: int) -> Finding | None:
+    """A finding unless each step went forward through all layers, and then backward.
+
+    After the steps may come so many passes that only go forward; the last one may end early.
+    """
     computes = [(e.direction, e.layer) for e in events if e.kind == "compute"]
     step = [("forward", i) for i in range(LAYERS)]
     step += [("backward", i) for i in reversed(range(LAYERS))]
-    if len(computes) != len(step) * STEPS:
+    expected, more = step * STEPS, step[:LAYERS] * evaluations
+    if not len(expected) <= len(computes) <= len(expected + more):
         return Finding(
-            f"{len(computes)} forward and backward passes of layers, expected {len(step) * STEPS}.",
+            f"{len(computes)} forward and backward passes of layers, expected "
+            f"{len(expected + more)}.",
             rank,
         )
-    if computes != step * STEPS:
+    if computes != (expected + more)[: len(computes)]:
         return Finding(
             "layers did not compute in the order of a step: forward from the first to the last, "
             "then backward from the last to the first, then the next step.",
@@ -213,3 +230,12 @@ def every_step(case: Case) -> Iterator[Step | Finding]:
             yield found
         else:
             yield from found.steps
+
+
+def every_evaluation(case: Case) -> list[Step]:
+    """The passes without backward of all ranks, after the steps; none if `every_step` has findings.
+
+    Only their forward is to be looked at.
+    """
+    ranks = of_every_rank(case, _Rank)
+    return [it for found in ranks if isinstance(found, _Rank) for it in found.evaluations]

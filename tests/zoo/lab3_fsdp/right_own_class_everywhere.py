@@ -27,7 +27,8 @@ def _everything(model, optimizer):
     names = [n for n, _ in model.named_parameters()]
     params = list(model.parameters())
     weights = {n: p.full_tensor().detach().cpu() for n, p in zip(names, params, strict=True)}
-    weights |= {n: b.cpu() for n, b in model.named_buffers()}
+    saved = model.state_dict()  # has no buffers that are not persistent
+    weights |= {n: b.cpu() for n, b in model.named_buffers() if n in saved}
     moments = []
     for p in params:
         state = optimizer.state[p]
@@ -60,7 +61,8 @@ def load_checkpoint(model, optimizer, path):
         p.to_local().data.copy_(cut(state["model"][name], p))
         p.grad = torch.zeros_like(p)
     for name, buffer in model.named_buffers():
-        buffer.copy_(state["model"][name])
+        if name in state["model"]:
+            buffer.copy_(state["model"][name])
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
     optimizer.step()  # makes the state, and changes nothing

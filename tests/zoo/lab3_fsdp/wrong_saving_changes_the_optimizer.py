@@ -30,7 +30,8 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
         for name, p in model.named_parameters():
             p.copy_(distribute_tensor(state[0]["model"][name], p.device_mesh, p.placements))
         for name, buffer in model.named_buffers():
-            buffer.copy_(state[0]["model"][name])
+            if name in state[0]["model"]:
+                buffer.copy_(state[0]["model"][name])
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in state[0]["optimizer"]["state"].items():
         p = params[number]
