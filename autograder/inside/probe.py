@@ -147,6 +147,8 @@ def _standing_in(subject: Any, stand_ins: Mapping[str, Any]) -> Iterator[Any]:
     if not stand_ins:
         yield subject
         return
+    from autograder.criteria.common.pretending import having
+
     first = subject[0] if isinstance(subject, tuple) else subject
     names = getattr(inspect.unwrap(first), "__globals__", None)
     names = vars(sys.modules[first.__module__]) if names is None else names
@@ -166,7 +168,7 @@ def _standing_in(subject: Any, stand_ins: Mapping[str, Any]) -> Iterator[Any]:
             if (bases := replaced(cls.__bases__)) != cls.__bases__:
                 stack.callback(setattr, cls, "__bases__", cls.__bases__)
                 cls.__bases__ = bases
-        stack.enter_context(mock.patch.dict(names, stand_ins))
+        stack.enter_context(having(names, stand_ins))
         yield subject
 
 

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from autograder.criteria import get_lab, lab_names, read_ours
+from autograder.criteria.common.pretending import having
 from autograder.inside.probe import _ours, _standing_in
 
 NOTEBOOK = """
@@ -54,6 +55,21 @@ def test_a_function_a_default_and_a_method_call_ours(notebook):
         assert notebook.Doubler().run(5) == 20
     assert notebook.quadruple(5) == notebook.twice(5) == 7
     assert notebook.Doubler().run(5) == 12
+
+
+def test_what_the_notebook_assigns_meanwhile_stays(notebook):
+    """Its threads find every name at any moment: the namespace is never emptied."""
+    names = Emptied(vars(notebook))
+    with having(names, {"double": right, "new": 1}):
+        names["times"] = names["double"](2)
+    assert names["times"] == 4
+    assert names["double"](2) == 3
+    assert "new" not in names
+
+
+class Emptied(dict):
+    def clear(self):
+        raise AssertionError("a thread of the student's would find no name now")
 
 
 def test_in_a_tuple_ours_has_the_place_of_theirs(notebook):

@@ -21,8 +21,27 @@ def pretending(function: Any, instead: Mapping[tuple[Any, str], Any]) -> Iterato
     with ExitStack() as stack:
         for (module, name), new in instead.items():
             stack.enter_context(mock.patch.object(module, name, new, create=True))
-        stack.enter_context(mock.patch.dict(names, imported))
+        stack.enter_context(having(names, imported))
         yield
+
+
+@contextmanager
+def having(names: Any, new: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a namespace has these values too; afterwards these names are as they were.
+
+    `mock.patch.dict` puts back a copy of the whole namespace: what the student's code assigns
+    meanwhile would be lost, and for a moment its threads would find no name at all.
+    """
+    before = {name: names[name] for name in new if name in names}
+    names.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            if name in before:
+                names[name] = before[name]
+            else:
+                names.pop(name, None)
 
 
 def _is_hashable(value: Any) -> bool:

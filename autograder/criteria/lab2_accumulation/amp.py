@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.common.places import on_two_nodes
-from autograder.criteria.common.pretending import pretending
+from autograder.criteria.common.pretending import having, pretending
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import norm
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -187,7 +186,7 @@ def _devices_of_autocast(amp_step: Any, inputs: Values) -> list[str]:
     # No step comes of it: such data have no values. Autocast is asked before that shows.
     with (
         contextlib.suppress(Exception),
-        mock.patch.dict(names, places),
+        having(names, places),
         pretending(amp_step, {(m, "autocast"): Autocast for m in (torch, torch.amp)}),
     ):
         amp_step(
