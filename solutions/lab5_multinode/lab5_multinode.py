@@ -810,7 +810,8 @@ if IS_RANK_ZERO:
 # - Join the process group that torchrun's variables describe; nccl and `LOCAL_RANK`'s GPU if this
 #   node has one for each of its processes, else gloo. Wrap the model in PyTorch's DDP.
 # - Begin with `load_newest(args.checkpoints)`. If there is a checkpoint, go on from it: model,
-#   optimizer, scheduler and losses, on every rank.
+#   optimizer, scheduler and losses, on every rank. The earlier run may have had fewer `--steps` or
+#   another `--every`, and may have left an `--out`.
 # - Step number $i$ (counted from 0 over all runs) takes the rows $iB$ to $(i+1)B-1$ of `x` and `y`,
 #   with the global batch size $B$. Rank $r$ takes the $r$-th of $W$ equal parts of them, and
 #   touches no other rows: on a real cluster it may not have them. $B$ divides evenly.
