@@ -11,7 +11,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
 from autograder.criteria.criterion import Case, Finding
 from autograder.criteria.lab4_amp import replay
-from autograder.criteria.lab4_amp.recorded import GAMMA, LR
+from autograder.criteria.lab4_amp.recorded import GAMMA, LR, halves
 from autograder.criteria.lab4_amp.replay import Base, Step, near
 
 
@@ -79,6 +79,11 @@ def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | Non
                 np.concatenate([_clipped(p, limit) for p in np.split(whole, ends)]),
                 "Each parameter was clipped by itself; the norm is that of all gradients together.",
             ),
+            (
+                np.concatenate([_clipped(p, limit) for p in _groups(np.split(whole, ends))]),
+                "Each of the optimizer's groups was clipped by itself; the norm is that of all "
+                "gradients together.",
+            ),
             (np.clip(whole, -limit, limit), "Each entry was clipped; the norm is meant."),
             (whole * (limit / np.linalg.norm(whole)), "A smaller norm stays as it is."),
         ):
@@ -89,6 +94,10 @@ def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | Non
         what = f"{replay.step_name(name, number)}, {norm}"
         return replay.update_finding(what, step, right, rank, why)
     return None
+
+
+def _groups(parts: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.concatenate(group) for group in halves(parts)]
 
 
 def _in_turn(each: list[np.ndarray], limit: float) -> np.ndarray:
@@ -108,8 +117,33 @@ def judge_skips(case: Case) -> Iterator[Finding]:
                 found = Finding(f"accumulate=2, with an overflow: raised {raised}.", rank)
             else:
                 found = _skip_finding(case, "two", rank)
+        found = found or _other_finding(case, rank)
         if found is not None:
             yield found
+
+
+def _other_finding(case: Case, rank: int) -> Finding | None:
+    """A step that overflows in bf16, and one with a max_norm.
+
+    What raises also without an overflow is charged by a different criterion.
+    """
+    answer = case.answers[rank]
+    if (raised := told(answer, "limited/raised")) and not told(answer, "limit/raised"):
+        return Finding(
+            f"max_norm, with an overflow on all ranks: raised {raised}. Such a step is left out, "
+            "and training goes on.",
+            rank,
+        )
+    for name, what in (("bf16", "dtype=torch.bfloat16"), ("limited", "max_norm")):
+        for number, step in enumerate(replay.all_steps(case, name)[rank] or ()):
+            known = replay.valid(case, name, step)
+            if known and step.taken and replay.overflows(case, name, step):
+                return Finding(
+                    f"{what}: step {number} was taken, though the loss was inf on all ranks. The "
+                    "scaler takes part in every precision, with max_norm and without.",
+                    rank,
+                )
+    return None
 
 
 def _history_finding(case: Case, rank: int) -> Finding | None:

@@ -133,7 +133,8 @@ def draw_safe(draw: Draw) -> list[Values]:
     The entry is just below, at, and just above what the next power of two allows, "just" being the
     next float32; on the first, middle and last rank and in each tensor; positive and negative; once
     beyond fp16 itself; and once so small that the scale is no float32. The first tensor's memory is
-    that of its transpose.
+    that of its transpose. In each case some ranks have a tensor more than others, and in all cases
+    together two or three ranks have equally many: code that reduces each one does not hang.
     """
     rng, world_size = draw.shared("settings"), draw.world_size
     ranks = [0, world_size // 2, world_size - 1]
@@ -155,7 +156,8 @@ def draw_safe(draw: Draw) -> list[Values]:
         largest = LARGEST[name] * 2.0**-exponent * relative
         for rank in range(world_size):
             own = draw.shared(f"rank {rank} case {number}")
-            for i, shape in enumerate(((3, 4), (6,), (2, 2))):
+            shapes = [(3, 4), (6,), (2, 2)] + [(5,)] * ((number + rank) % world_size == 0)
+            for i, shape in enumerate(shapes):
                 grad = largest * own.uniform(-1, 1, shape) * 0.2
                 if rank == ranks[where] and i == tensor:
                     grad.flat[int(own.integers(grad.size))] = largest * sign
@@ -169,7 +171,7 @@ def observe_safe(safe_scale: Any, inputs: Values, context: Context) -> Values:
     """The scale for every case."""
     scales, unchanged = [], True
     for number, name in enumerate(inputs["dtypes"]):
-        arrays = [inputs[f"g{number}/{i}"] for i in range(3)]
+        arrays = _gradients(inputs, number)
         grads = [torch.from_numpy(array.copy()).to(context.device) for array in arrays]
         grads[0] = grads[0].t().contiguous().t()
         scales.append(described(safe_scale(grads, DTYPES[name])))
@@ -204,6 +206,8 @@ def judge_safe(case: Case) -> Iterator[Finding]:
                 hint = " With this scale the entry overflows."
             elif got < expected:
                 hint = " With twice this scale nothing overflows yet."
+            if len({len(_gradients(inputs, number)) for inputs in case.inputs}) > 1:
+                hint += " (Ranks have other numbers of tensors here.)"
             yield Finding(
                 f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
                 f"got {got}.{hint}",
@@ -211,12 +215,18 @@ def judge_safe(case: Case) -> Iterator[Finding]:
             )
 
 
+def _gradients(inputs: Values, number: int) -> list[np.ndarray]:
+    """The list of a case; ranks have other numbers of tensors."""
+    names = (f"g{number}/{i}" for i in range(4))
+    return [inputs[name] for name in names if name in inputs]
+
+
 def _largest(inputs: Values, number: int) -> float:
-    return max(float(np.abs(inputs[f"g{number}/{i}"]).max()) for i in range(3))
+    return max(float(np.abs(grad).max()) for grad in _gradients(inputs, number))
 
 
 def _largest_positive(inputs: Sequence[Values], number: int) -> float:
-    return max(float(one[f"g{number}/{i}"].max()) for one in inputs for i in range(3))
+    return max(float(grad.max()) for one in inputs for grad in _gradients(one, number))
 
 
 def _power(name: str, largest: float) -> float:

@@ -117,14 +117,20 @@ def _flat(inputs: Values) -> np.ndarray:
 def draw_skips(draw: Draw) -> list[Values]:
     """The loss overflows in some steps: the first, the last, two in a row; on one or more ranks.
 
-    In the run "two", it overflows in the first batch of one step, and in the second of another.
+    In the run "two", it overflows in the first batch of one step, and in the second of another; in
+    the runs "bf16" and "limited", which has a max_norm, in the second step and on all ranks.
     """
     rng, last = draw.shared("skips"), draw.world_size - 1
     # The scale grows meanwhile: that it has changed does not mean that a step was left out.
     settings = {"scale": _scale(draw, 9, 12), "scheduler": True, "clears": False, "interval": 2}
     pair = settings | {"accumulate": 2}
+    tried, limit = settings | {"tried": True, "batches": 3}, {"max_norm": 1e6}
     runs = {"main": settings | {"batches": 9}, "two": pair | {"batches": 8}}
-    inputs = _draw(draw, runs | {"pair": pair | {"batches": 2}})
+    others = {"bf16": tried | {"dtype": "bfloat16"}, "limit": tried | limit}
+    others |= {"limited": tried | limit}
+    inputs = _draw(draw, runs | {"pair": pair | {"batches": 2}} | others)
+    for name in ("bf16", "limited"):
+        _break(inputs, name, 1, list(range(draw.world_size)))
     row = int(rng.integers(2, 6))
     some = sorted({0, last // 2, last} - {int(rng.integers(draw.world_size))}) or [0]
     for step, ranks in ((0, [0]), (row, [last]), (row + 1, some), (8, [last // 2])):
@@ -149,9 +155,13 @@ def draw_accumulates(draw: Draw) -> list[Values]:
 
 
 def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
-    """Trains in every run: "main" last, and those with several batches a step only if they work."""
+    """Trains in every run; "main" has to work, and so have others with one batch a step.
+
+    An error in a run with several batches a step, or one that is "tried", is part of the answer.
+    """
     answer: Values = {}
     for name, settings in inputs["settings"].items():
         several = settings.get("accumulate", 1) > 1 and name != "main"
-        answer |= (attempt if several else run)(train_amp, inputs, name, context)
+        tried = several or settings.get("tried")
+        answer |= (attempt if tried else run)(train_amp, inputs, name, context)
     return answer

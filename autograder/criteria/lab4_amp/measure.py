@@ -16,11 +16,12 @@ from autograder.criteria.common.answers import described, item_of, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 KEYS = ("parameters", "gradients", "optimizer", "saved")
+LOSS_WEIGHTS = 7  # numbers in the parameter that is not the model's
 LR = 0.1  # large enough that a step changes bf16 parameters, too
 
 
 PLAIN: Values = {"frozen": None} | dict.fromkeys(
-    ("left out", "recomputed", "slice", "spare", "gated"), False
+    ("left out", "recomputed", "slice", "spare", "gated", "part", "loss weight"), False
 )
 # What is special about each network; all others are ordinary. So that no report is right by luck,
 # each says where one of the four numbers comes from.
@@ -35,6 +36,9 @@ MEMORY_CASES: tuple[Values, ...] = (
     {"precision": "float32", "slice": True},  # x is a part of a larger storage
     {"precision": "float32", "spare": True},  # parameters without a gradient, though not frozen
     {"precision": "float32", "gated": True},  # a buffer is saved: it is no parameter
+    {"precision": "float32", "part": True},  # a weight lies in the middle of a larger storage
+    # The optimizer has a state for a parameter that is not the model's (and has no gradient now).
+    {"precision": "float32", "loss weight": True, "optimizer": "AdamW"},
 )
 
 
@@ -44,15 +48,15 @@ def draw_memory(draw: Draw) -> list[Values]:
     for rank in range(draw.world_size):
         rng = draw.private(rank)
         # Each kind of optimizer comes in each draw, so that no report is right by luck.
-        optimizers = rng.permutation(["AdamW"] * 4 + ["SGD"] * 3 + ["plain SGD"] * 3)
+        optimizers = rng.permutation(["AdamW"] * 5 + ["SGD"] * 4 + ["plain SGD"] * 3)
         cases = [
             PLAIN
-            | special
             | {
                 "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
                 "batch": int(rng.integers(10, 40)),
                 "optimizer": str(optimizers[number]),
             }
+            | special
             for number, special in enumerate(MEMORY_CASES)
         ]
         inputs.append({"cases": [cases[i] for i in rng.permutation(len(cases))]})
@@ -96,6 +100,29 @@ def _loss_of(
     return oracle.mse((left * right)[order], y)
 
 
+def _move(layer: Any) -> None:
+    """Moves the weight of a layer into the middle of a larger storage."""
+    flat = torch.cat([torch.zeros_like(layer.bias), layer.weight.detach().flatten()])
+    layer.weight = nn.Parameter(flat[layer.bias.numel() :].view_as(layer.weight))
+
+
+def _make_optimizer(
+    case: Values, held: list[nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """The optimizer of a case; one that trains a weight of the loss, too, has made a step of it."""
+    extra = [nn.Parameter(torch.ones(LOSS_WEIGHTS, device=device))] * case["loss weight"]
+    if case["optimizer"] == "AdamW":
+        optimizer = torch.optim.AdamW([*held, *extra], lr=LR, foreach=False)
+    else:
+        momentum = 0.9 if case["optimizer"] == "SGD" else 0.0
+        optimizer = torch.optim.SGD([*held, *extra], lr=LR, momentum=momentum)
+    for p in extra:
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        p.grad = None
+    return optimizer
+
+
 def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Values:
     """The report on each case, and whether a correct step was made in every case."""
     reports, counts, stepped = [], [], True
@@ -110,15 +137,12 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
         order = torch.randperm(batch, device=device)
         if case["precision"] == "bfloat16":
             model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+        if case["part"]:
+            _move(model.layers[1])
         trained = [p for p in model.parameters() if p.requires_grad]
         spare = set() if model.spare is None else set(model.spare.parameters())
         held = trained[2:] if case["left out"] else trained
-        optimizer: torch.optim.Optimizer
-        if case["optimizer"] == "AdamW":
-            optimizer = torch.optim.AdamW(held, lr=LR, foreach=False)
-        else:
-            momentum = 0.9 if case["optimizer"] == "SGD" else 0.0
-            optimizer = torch.optim.SGD(held, lr=LR, momentum=momentum)
+        optimizer = _make_optimizer(case, held, device)
         calls = {"compute_loss": 0, "optimizer.step": 0}
         optimizer.register_step_post_hook(lambda *_, of=calls: _count(of, "optimizer.step"))
         before = [p.detach().clone() for p in held]
@@ -167,6 +191,7 @@ def expected_bytes(case: Values) -> dict[str, int]:
     held = trained[1:] if case["left out"] else trained
     states = {"AdamW": 2, "SGD": 1, "plain SGD": 0}[case["optimizer"]]
     counters = 2 * len(held) * 4 if case["optimizer"] == "AdamW" else 0  # a float32 each
+    others = (states * LOSS_WEIGHTS + 1) * 4 if case["loss weight"] else 0  # with its counter
     # Each linear layer saves its input if its weight is trained, and its weight if its input needs
     # a gradient. A saved parameter does not count as "saved", but autocast's 16-bit copy of a
     # parameter does. ReLU and tanh save their output, which is the input of the next layer and so
@@ -182,7 +207,7 @@ def expected_bytes(case: Values) -> dict[str, int]:
     return {
         "parameters": (sum(layers) + (a + 1 if case["spare"] else 0)) * width,
         "gradients": sum(trained) * width,
-        "optimizer": sum(held) * width * states + counters,
+        "optimizer": sum(held) * width * states + counters + others,
         "saved": saved,
     }
 
@@ -248,6 +273,8 @@ def _special(net: Values) -> str:
         ("slice", ", x a part of a larger storage"),
         ("spare", ", with a layer that is not used"),
         ("gated", ", with a buffer that is saved"),
+        ("part", ", layer 1's weight a part of a larger storage"),
+        ("loss weight", ", the optimizer also has a state for a parameter that is not the model's"),
     ):
         if net[key]:
             return what

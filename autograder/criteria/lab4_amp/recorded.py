@@ -159,13 +159,19 @@ class Recorder:
         self._seen = []
 
 
+def halves(parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What belongs to each of the optimizer's two groups; there is one part for each parameter."""
+    return parts[: len(parts) // 2], parts[len(parts) // 2 :]
+
+
 def run(train_amp: Any, inputs: Values, name: str, context: Context) -> Values:
     """Trains with the settings and the batches of the run `name`; what it did, as an answer."""
     settings, device = inputs["settings"][name], context.device
     half = settings.get("dtype")
     wide = torch.float32 if half else torch.float64
     module = oracle.mlp(inputs, wide).to(device)
-    optimizer = torch.optim.SGD(module.parameters(), lr=settings.get("lr", LR))
+    groups = [{"params": group} for group in halves(list(module.parameters()))]
+    optimizer = torch.optim.SGD(groups, lr=settings.get("lr", LR))
     scaler = GivenScaler(
         device.type,
         strict=bool(settings.get("strict")),

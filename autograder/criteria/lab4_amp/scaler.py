@@ -58,14 +58,20 @@ def begin(scaler: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
     scaler.scale(torch.zeros((), device=parameters[0].device))
 
 
-def overflow_once(scaler: Any, inputs: Values, context: Context) -> None:
-    """A step in which every gradient is inf."""
-    parameters = make_parameters(inputs, context)
+def overflow_once(scaler: Any, inputs: Values, context: Context) -> bool:
+    """A step in which every gradient is inf; whether the gradients were cleared.
+
+    Where the parameters have changed the step was not left out: this is not told here.
+    """
+    parameters, before = make_parameters(inputs, context), make_parameters(inputs, context)
     begin(scaler, parameters)
     for p in parameters:
         p.grad = torch.full_like(p, torch.inf)
     scaler.step(make_optimizer(parameters))
+    left_out = all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+    cleared = any(p.grad is None or not p.grad.any() for p in parameters)
     scaler.update()
+    return left_out and cleared
 
 
 def set_gradients(
@@ -262,7 +268,7 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
         parameters = make_parameters(inputs, context)
         optimizer = make_optimizer(parameters)
         if kind == "changed":
-            overflow_once(scaler, inputs, context)
+            answer["cleared"] = overflow_once(scaler, inputs, context)
         if kind == "again":
             set_gradients(parameters, inputs, "explicit", scaler)
             scaler.unscale_(optimizer)
@@ -302,28 +308,35 @@ def _unscale_again(scaler: Any, optimizer: torch.optim.Optimizer) -> str:
     return "nothing was raised"
 
 
+def _call_findings(answer: Values, rank: int) -> Iterator[Finding]:
+    """A second unscale_ is an error; a step that is left out does not touch the gradients."""
+    if not same(answer.get("second"), "RuntimeError"):
+        yield Finding(
+            "a second unscale_ before update(): expected a RuntimeError, but "
+            f"{answer.get('second')}. It would divide twice without anybody noticing.",
+            rank,
+        )
+    elif late := [k for k in AFTER_STEP if not same(answer.get(f"late/{k}"), "RuntimeError")]:
+        yield Finding(
+            f"{AFTER_STEP[late[0]]}, before update(): expected a RuntimeError of the last "
+            f"one, but {answer.get(f'late/{late[0]}')}. The gradients have been divided "
+            "already, by whichever of the two.",
+            rank,
+        )
+    if answer.get("cleared") is not False:
+        yield Finding(
+            "a step that was left out has cleared the gradients: then step() has to call "
+            "nothing. When they are cleared is up to the training loop.",
+            rank,
+        )
+
+
 def judge_unscale(case: Case) -> list[Finding]:
     """Gradients are divided once per step, by unscale_ or step; a second unscale_ is an error."""
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)
-        if not same(answer.get("second"), "RuntimeError"):
-            findings.append(
-                Finding(
-                    "a second unscale_ before update(): expected a RuntimeError, but "
-                    f"{answer.get('second')}. It would divide twice without anybody noticing.",
-                    rank,
-                )
-            )
-        elif late := [k for k in AFTER_STEP if not same(answer.get(f"late/{k}"), "RuntimeError")]:
-            findings.append(
-                Finding(
-                    f"{AFTER_STEP[late[0]]}, before update(): expected a RuntimeError of the last "
-                    f"one, but {answer.get(f'late/{late[0]}')}. The gradients have been divided "
-                    "already, by whichever of the two.",
-                    rank,
-                )
-            )
+        findings += _call_findings(answer, rank)
         for kind, what in UNSCALE_CASES.items():
             gradients = [inputs[f"{kind}/{i}"] for i in range(len(SHAPES))]
             before = start
