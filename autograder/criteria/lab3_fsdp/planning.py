@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from autograder.criteria.common.answers import is_close, item_of, returned
+from autograder.criteria.common.timed_collectives import TimedCollectives
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp.memory import STRATEGIES, plain, state_bytes
 
@@ -50,23 +49,6 @@ class QueueingDevice:
         return self.now_s
 
 
-class _Collectives(TorchDispatchMode):
-    """Collectives in the block take time, too, on the clock of a simulated device."""
-
-    def __init__(self, device: QueueingDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first operation: over a second
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.device.communicate()
-        return func(*args, **(kwargs or {}))
-
-
 def draw_throughput(draw: Draw) -> list[Values]:
     """Slow first steps; another slowest rank in each case; batches of different sizes."""
     rng = draw.shared()
@@ -98,7 +80,7 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
     told, calls = [], []
     for number, (warmup, repeats) in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs["work"][number], inputs["begin"])
-        with _Collectives(machine):
+        with TimedCollectives(machine.communicate):
             result = throughput(
                 machine.step,
                 inputs["samples"][number],

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autograder.criteria.common.answers import described, is_close
+from autograder.criteria.common.timed_collectives import TimedCollectives
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 LAUNCH_S = 1e-4  # the time that the program needs to queue a step
@@ -43,23 +43,6 @@ class QueueingDevice:
     def clock(self) -> float:
         """The simulated time in seconds."""
         return self.now
-
-
-class _Collectives(TorchDispatchMode):
-    """Collectives in the block take time, too, on the clock of a simulated device."""
-
-    def __init__(self, device: QueueingDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first operation: over a second
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.device.communicate()
-        return func(*args, **(kwargs or {}))
 
 
 def draw_timing(draw: Draw) -> list[Values]:
@@ -95,7 +78,7 @@ def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
     seconds, calls = [], []
     for number, setting in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs[f"work/{number}"])
-        with _Collectives(machine):
+        with TimedCollectives(machine.communicate):
             result = time_step(
                 machine.step,
                 machine.synchronize,
