@@ -90,6 +90,8 @@ def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
         lab.show("see_wrap")
         picture(page, "hang")
         lab.command("apputils:change-theme", theme="JupyterLab Dark")
+        # The command ends before the theme is there.
+        page.wait_for_selector("body[data-jp-theme-light='false']", state="attached")
         lab.show("see_wrap")
         picture(page, "hang_dark")
         in_dark = page.evaluate(
