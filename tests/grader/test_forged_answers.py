@@ -204,12 +204,12 @@ def honest_step(inputs: list[Values], rank: int, step: int) -> list[np.ndarray]:
 
 
 def steps_of(send: Callable[[int, int], Iterator[Frame]]) -> Program:
-    """Three steps, each with its charge before it."""
+    """As many steps as are taken, each with its charge before it; three gradients in turn."""
 
     def program(rank: int, values: Values) -> Iterator[Frame]:
-        for step in range(3):
+        for step in range(values["taken"]):
             yield charge(0, "forward")
-            yield from send(rank, step)
+            yield from send(rank, step % 3)
 
     return program
 
