@@ -39,7 +39,7 @@ def draw(source: Draw, *, last_is_due: bool = False) -> list[Values]:
     sizes = (int(rng.integers(3, 7)), int(rng.integers(4, 9)), 1)
     every = int(rng.integers(2, 5))
     batch = NODES * PER_NODE * int(rng.integers(2, 4))  # each rank has more than one row
-    steps = 3 * every + (0 if last_is_due else int(rng.integers(1, every)))
+    steps = 4 * every if last_is_due else 3 * every + int(rng.integers(1, every))
     inputs = oracle.draw_parameters(rng, sizes) | oracle.draw_batch(rng, steps * batch, sizes)
     inputs["job"] = {
         "steps": steps,
