@@ -28,7 +28,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 observe = observe_steps
 NOTHING = 1e-6  # relative to the largest true value: a smaller gradient counts as zero
-TINY = 1e-8  # small, but not zero: Q goes on from such gradients, too
+TINY = 1e-7  # small, but not zero: Q goes on from such gradients, too
 FLAT = tuple(shape for shape in SHAPES if len(shape) < 3)
 
 
