@@ -211,6 +211,7 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
         return {}
     log: list[list[Any]] = []
     full: OSError | None = None
+    before: list[list[int]] = []  # the steps that are there each time that the disk is full
     real = {name: getattr(os, name) for name in ("fsync", "fdatasync", "sync", "rename", "replace")}
 
     def synced(name: str) -> Callable[[Any], None]:
@@ -219,6 +220,7 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
             status = os.fstat(number)
             log.append(["sync", status.st_ino, status.st_size, _sum_of(f"/proc/self/fd/{number}")])
             if full and stat.S_ISREG(status.st_mode):
+                before.append(steps_in(folder))
                 raise full
             real[name](file)
 
@@ -257,9 +259,9 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
             module.save_checkpoint(folder, step, large, keep=2)
         except Exception:
             told = True
-        failed = any(entry[0] == "sync" for entry in log)
-        there = steps_in(folder)
-        return answer | {"full": [failed, told, step in there, len(set(there) - {step}) == 2]}
+        named = any(kind == "rename" and what == name_of(step) for kind, _, what, _ in log)
+        gone = bool(before) and bool(set(before[0]) - set(steps_in(folder)))
+        return answer | {"full": [bool(before), told, named, gone]}
 
 
 def _sum_of(file: str | Path) -> int:
@@ -277,11 +279,11 @@ def judge_durable(case: Case) -> list[Finding]:
         file = item_of(answer.get("files"), number)
         if problem := _not_durable(file, answer.get("log"), name_of(step)):
             return problem
-    failed, told, there, kept = (item_of(answer.get("full"), number) for number in range(4))
-    if failed is not True or (told is True and there is False and kept is True):
+    failed, told, named, gone = (item_of(answer.get("full"), number) for number in range(4))
+    if failed is not True or (told is True and named is False and gone is False):
         return []
-    did = "an older checkpoint was deleted" if told is True else "nobody was told"
-    if there is not False:
+    did = "an older checkpoint was deleted then" if told is True else "nobody was told"
+    if named is not False:
         did = "the file got its name all the same"
     return [
         Finding(
