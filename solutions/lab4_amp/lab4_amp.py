@@ -172,9 +172,9 @@ if IS_RANK_ZERO:
 #
 # - The largest power of two $2^k$ so that no entry of any tensor in the list `gradients` exceeds
 #   `torch.finfo(dtype).max` in absolute value when it is multiplied with $2^k$: on **any** rank.
-# - Every rank has other gradients, perhaps more or fewer of them, and gets the same answer. A Python
-#   `float`, below 1 if an entry is too large as it is. Some entry of some rank is not 0; another rank
-#   may have zeros only.
+# - Every rank has other gradients, perhaps more or fewer of them, and gets the same answer. A
+#   Python `float`, below 1 if an entry is too large as it is. Some entry of some rank is not 0;
+#   another rank may have zeros only.
 # - The gradients stay as they are.
 #
 # Why a power of two? Multiplying with it changes the exponent only. No digit is rounded away.
