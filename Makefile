@@ -31,9 +31,9 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Without compiled files every kernel, rank and grader would compile the course anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Half of what tests do is waiting: one process more than there are cores.
+# Much of what tests do is waiting: one process more than there are cores, and one more for slow ones.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --numprocesses
 IN_PART := $(addprefix tests/,$(PART))
 
 .PHONY: help grade lab check test test-all test-rest flake verify soak nightly claims planner-report bench gpu book build lint clean install upgrade
@@ -54,7 +54,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
 test: $(VENV)/.installed-dev ## check style, types and built files, and run all tests but slow ones, in 11 minutes (PART=kernel)
-	@$(PYTEST) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
+	@$(PYTEST) $(WORKERS) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## check what has changed since the last commit: style, types and the tests nearest to it, in a minute
 	@$(BIN)/python tests/helpers/check.py --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
@@ -62,7 +62,7 @@ check: $(VENV)/.installed-dev ## check what has changed since the last commit: s
 test-all: test test-rest ## run every test, in about an hour (PART=kernel)
 
 test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
-	@$(PYTEST) -m slow $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
+	@$(PYTEST) $$(($(WORKERS) + 1)) -m slow $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 flake: $(VENV)/.installed-dev ## run tests 30 times on a busy machine, in the background, and write a table (PART=kernel)
 	@mkdir -p build/flake
