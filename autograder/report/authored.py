@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,20 @@ def name_of(cell: NotebookNode) -> str:
     return str(cell.metadata.get("nbgrader", {}).get("grade_id") or "")
 
 
+# Of a class, many cells are equal, and each is looked at several times.
+_remembered = functools.lru_cache(maxsize=128)
+
+
+@_remembered
+def parse(source: str) -> ast.Module:
+    """The tree of a cell's code, which nobody may change; empty if it is not Python."""
+    try:
+        return ast.parse(source)
+    except Exception:  # untrusted source: too deep, with odd characters, or not Python
+        return ast.Module([], [])
+
+
+@_remembered
 def code_of(source: str) -> str:
     """Plain Python with the same number of lines.
 

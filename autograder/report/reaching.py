@@ -11,6 +11,8 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from autograder.report.authored import parse
+
 # Of torch and NumPy, settings may be set, and collectives may be wrapped to see what is sent.
 _PATCHED = frozenset({"time", "datetime", "builtins", "minidist", "autograder", "torch", "numpy"})
 _MAY_BE_SET = frozenset({"backends", "config", "random", "distributed"})
@@ -34,7 +36,7 @@ def module_names(sources: Iterable[str]) -> dict[str, str]:
     """Name -> module or part of one that it means, from the imports and aliases of all cells."""
     names: dict[str, str] = {}
     for source in sources:
-        for node in ast.walk(_parse(source)):
+        for node in ast.walk(parse(source)):
             _note(node, names)
     return names
 
@@ -54,7 +56,7 @@ def reached(tree: ast.AST, names: Mapping[str, str]) -> Iterator[tuple[str, int]
                 yield f"reaches into {part}", line
         if isinstance(node, ast.Call) and _called(node) in _RUN_TEXT:
             for text in _texts(node.args[:1]):
-                yield from ((what, line) for what, _ in reached(_parse(text), known))
+                yield from ((what, line) for what, _ in reached(parse(text), known))
 
 
 def _in_scopes(
@@ -70,13 +72,6 @@ def _in_scopes(
             if own & set(known):
                 known = {name: dotted for name, dotted in known.items() if name not in own}
         todo += [(child, known) for child in ast.iter_child_nodes(node)]
-
-
-def _parse(source: str) -> ast.AST:
-    try:
-        return ast.parse(source)
-    except Exception:  # untrusted source: too deep, with odd characters, or not Python
-        return ast.Module([], [])
 
 
 def _note(node: ast.AST, names: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from autograder.course.course import Course
-from autograder.report.authored import code_of, is_given, name_of, read_class
+from autograder.report.authored import code_of, is_given, name_of, parse, read_class
 from autograder.submission.find import find_submissions
 
 RUN = 8  # number of consecutive tokens in a run
@@ -238,11 +238,8 @@ def _chosen_names(sources: Sequence[str]) -> frozenset[str]:
     """Names that the author gave to variables, arguments, attributes, functions and classes."""
     names: set[str] = set()
     for source in sources:
-        try:
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # names that only this cell defines then stay
-        for node in ast.walk(tree):
+        # Names stay that only a cell defines which is not Python.
+        for node in ast.walk(parse(source)):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

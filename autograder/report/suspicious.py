@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 from autograder.course.course import Course
 from autograder.criteria.criterion import Status
 from autograder.records.record import Record
-from autograder.report.authored import code_of, is_given, name_of
+from autograder.report.authored import code_of, is_given, name_of, parse
 from autograder.report.reaching import module_names, reached
 
 MAX_ROWS = 200  # rows in the report
@@ -155,10 +155,7 @@ def _names_in(notebook: NotebookNode) -> dict[str, str]:
 
 def _traces(source: str, names: Mapping[str, str]) -> dict[str, int]:
     """Description -> first line, for everything in the code that is worth a look."""
-    try:
-        tree = ast.parse(code_of(source))
-    except Exception:  # untrusted source: too deep, with odd characters, or not Python
-        return {}
+    tree = parse(code_of(source))
     found: dict[str, int] = {}
     for node in ast.walk(tree):
         for what in _words(node):
