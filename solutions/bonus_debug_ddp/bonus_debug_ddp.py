@@ -773,7 +773,8 @@ def broken_evaluate(model: nn.Module, dataset: Dataset, loss_fn: LossFn, batch_s
 # - Every rank has the whole dataset. Each sample is looked at once, by one rank; the shares are as
 #   even as they can be. There may be fewer samples than ranks.
 # - It returns the mean loss over all samples, each with the same weight, on all ranks.
-#   `loss_fn` gives the mean over a batch.
+#   `loss_fn` gives the mean over a batch. At most `batch_size` samples go through the model at
+#   once.
 #
 # <details><summary>Hint 1: samples</summary>
 #

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from autograder.criteria.bonus_debug_ddp import meet, state, steps, train
+from autograder.criteria.bonus_debug_ddp import buckets, meet, state, steps, train
 from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.common.withheld import OWN_DDP, TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
-from autograder.criteria.lab2_accumulation import ddp as accum
 
 _train = partial(
     Criterion, task="Case 1, a script with four bugs", observe=train.observe, deadline_s=30.0
@@ -17,7 +16,7 @@ _step = partial(Criterion, task="Case 2, the ranks agree", observe=steps.observe
 _bucket = partial(
     Criterion,
     task="Case 3, gradients in buckets",
-    observe=steps.observe_buckets,
+    observe=buckets.observe_buckets,
     world="emulated",
     plan=charge_plan,
     deadline_s=40.0,
@@ -26,7 +25,7 @@ _accumulate = partial(
     Criterion,
     task="Case 4, half the learning rate",
     draw=steps.draw_accumulate,
-    observe=accum.observe_samples,
+    observe=steps.observe_accumulate,
 )
 _amp = partial(
     Criterion,
@@ -43,7 +42,6 @@ _evaluate = partial(
     Criterion,
     task="Case 7, the score depends on the cluster",
     observe=meet.observe_evaluate,
-    judge=meet.judge_evaluate,
 )
 _resume = partial(Criterion, task="Case 8, the bump after the restart")
 _metrics = partial(
@@ -109,11 +107,11 @@ LAB = Lab(
         ),
         _bucket(
             name="debug_bucket_tail", title="the last bucket travels too", points=5,
-            draw=steps.draw_tail, judge=steps.judge_tail,
+            draw=buckets.draw_tail, judge=buckets.judge_tail,
         ),
         _bucket(
             name="debug_bucket_wait", title="each handle is waited for", points=6,
-            draw=steps.draw_wait, judge=steps.judge_wait,
+            draw=buckets.draw_wait, judge=buckets.judge_wait,
         ),
         _accumulate(
             name="debug_accumulate_scale", title="divided by the ranks once", points=5,
@@ -121,7 +119,7 @@ LAB = Lab(
         ),
         _accumulate(
             name="debug_accumulate_loss", title="a loss of all ranks, not of rank 0", points=3,
-            judge=accum.judge_loss,
+            judge=steps.judge_loss,
         ),
         _amp(
             name="debug_amp_order", title="unscaled by the scale that it was scaled with",
@@ -145,7 +143,7 @@ LAB = Lab(
         ),
         _evaluate(
             name="debug_evaluate_batches", title="a mean over samples, not over batches", points=4,
-            draw=meet.draw_batches,
+            draw=meet.draw_batches, judge=meet.judge_batches,
         ),
         _resume(
             name="debug_resume_optimizer", title="the optimizer's state comes back", points=4,

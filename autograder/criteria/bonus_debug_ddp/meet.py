@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
 from autograder.criteria.common.emulated import charge_plan
+from autograder.criteria.common.places import ordering_sets_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.plan import ChargePlan
 from minidist.emulate.trace import Event
@@ -54,27 +55,28 @@ def draw_batches(draw: Draw) -> list[Values]:
 
 
 class _Counted(nn.Module):
-    """Counts the samples that go through a model."""
+    """Counts the samples that go through a model, and the most that do so at once."""
 
     def __init__(self, inputs: Values) -> None:
         super().__init__()
         self.net = oracle.mlp(inputs)
-        self.count = 0
+        self.count = self.most = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += len(x)
+        self.most = max(self.most, len(x))
         return self.net(x)
 
 
 def observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
-    """The returned loss, and how many samples this rank has evaluated."""
+    """The returned loss, and how many samples this rank has evaluated, in all and at once."""
     answer: Values = {}
     for number, (_, batch_size) in enumerate(inputs["settings"]):
         model = _Counted(inputs).to(context.device)
         dataset = TensorDataset(*(torch.from_numpy(inputs[f"{n}/{number}"]) for n in "xy"))
         loss = evaluate(model, dataset, oracle.mse, batch_size)
         answer[f"loss/{number}"] = np.array(float(loss))
-        answer[f"count/{number}"] = model.count
+        answer[f"count/{number}"], answer[f"most/{number}"] = model.count, model.most
     return answer
 
 
@@ -123,6 +125,23 @@ def judge_tail(case: Case) -> list[Finding]:
                     "for."
                 )
             )
+    return findings
+
+
+def judge_batches(case: Case) -> list[Finding]:
+    """As `judge_evaluate`; in addition, no batch is larger than `batch_size`."""
+    findings = judge_evaluate(case)
+    for number, (_, size) in enumerate(case.inputs[0]["settings"]) if not findings else ():
+        for rank, answer in enumerate(case.answers):
+            most = told(answer, f"most/{number}")
+            if type(most) is not int or most > size:
+                findings.append(
+                    Finding(
+                        f"{most} samples went through the model at once, batch_size={size}: "
+                        "more may not fit into memory.",
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -177,10 +196,10 @@ def judge_once(case: Case) -> list[Finding]:
     if findings:
         return findings
     # Collectives that rank 0 issued after its build.
-    after = {e.key for e in events[0][built[0][0] :] if e.kind == "issue"}
+    after = [e for e in events[0][built[0][0] :] if e.kind == "issue"]
     for rank in range(case.world_size):
         waited = {e.key for e in events[rank][: loaded[rank][0]] if e.kind == "wait"}
-        if rank and not after & waited:
+        if rank and not any(e.key in waited and _holds_back(e, rank) for e in after):
             findings.append(
                 Finding(
                     "load() began before it was certain that rank 0's build() had ended. All ranks "
@@ -193,6 +212,14 @@ def judge_once(case: Case) -> list[Finding]:
     return findings
 
 
+def _holds_back(issued: Event, rank: int) -> bool:
+    """Whether `rank` gets no result before rank 0 has issued this one.
+
+    Ranks that only send to another rank may go on.
+    """
+    return issued.collective not in ("reduce", "gather", "recv") or issued.root == rank
+
+
 def _computed(events: list[Event], layer: int) -> list[int]:
     return [i for i, e in enumerate(events) if e.kind == "compute" and e.layer == layer]
 
@@ -203,14 +230,18 @@ NAMES = ("loss", "accuracy", "tokens", "grad_norm", "lr")
 
 
 def draw_order(draw: Draw) -> list[Values]:
-    """The same metrics on every rank; neighbouring ranks have them in different orders."""
-    inputs = []
+    """The same metrics on every rank; neighbouring ranks have them in different orders.
+
+    Sets of texts have an order of their own on each rank, too.
+    """
+    inputs: list[Values] = []
     shift = int(draw.shared().integers(len(NAMES)))
     for rank in range(draw.world_size):
         start = (shift + rank) % len(NAMES)  # neighbouring ranks always differ
         names = NAMES[start:] + NAMES[:start]
         values = draw.private(rank).uniform(1, 100, len(names))
-        inputs.append({"metrics": {n: float(v) for n, v in zip(names, values, strict=True)}})
+        metrics = {n: float(v) for n, v in zip(names, values, strict=True)}
+        inputs.append({"metrics": metrics, "own sets": True})
     return inputs
 
 
@@ -229,41 +260,58 @@ def draw_missing(draw: Draw) -> list[Values]:
         metrics = {n: float(v) for n, v in pairs if n not in left_out.split()}
         if rank == 0:
             metrics["grad_norm"] = 0.0
-        inputs.append({"metrics": {} if rank == draw.world_size - 1 > 1 else metrics})
+        lacks_all = rank == draw.world_size - 1 > 1
+        inputs.append({"metrics": {} if lacks_all else metrics, "own sets": False})
     return inputs
 
 
 def observe_metrics(reduce_metrics: Any, inputs: Values, context: Context) -> Values:
-    """The names and values that `reduce_metrics` returns."""
-    reduced = reduce_metrics(dict(inputs["metrics"]))
-    return {"names": sorted(map(str, reduced))} | {
-        f"value {name}": np.array(float(value)) for name, value in reduced.items()
-    }
+    """The names and values that two calls of `reduce_metrics` with one dictionary return."""
+    metrics = dict(inputs["metrics"])
+    answer: Values = {}
+    with ordering_sets_as(context.rank if inputs["own sets"] else 0, reduce_metrics):
+        for call in range(2):
+            reduced = reduce_metrics(metrics)
+            answer[f"names/{call}"] = sorted(map(str, reduced))
+            answer |= {f"value/{call}/{n}": np.array(float(v)) for n, v in reduced.items()}
+    return answer
 
 
 def judge_metrics(case: Case) -> Iterator[Finding]:
-    """On every rank, each metric is the mean over the ranks that have this metric."""
+    """On every rank, each metric is the mean over the ranks that have this metric.
+
+    A second call with the same dictionary gives the same.
+    """
+    for rank, answer in enumerate(case.answers):
+        findings = _judge_call(case, rank, answer, 0) or _judge_call(case, rank, answer, 1)
+        yield from findings
+
+
+def _judge_call(case: Case, rank: int, answer: Values, call: int) -> list[Finding]:
     everyone = [inputs["metrics"] for inputs in case.inputs]
     names = sorted(set().union(*everyone))
-    for rank, answer in enumerate(case.answers):
-        if told(answer, "names") != names:
-            yield Finding(
-                f"expected the metrics {names}, got {answer.get('names')}. A metric that some rank "
-                "has is reported by all.",
+    again = ", when called again with the same dictionary" if call else ""
+    if told(answer, f"names/{call}") != names:
+        return [
+            Finding(
+                f"expected the metrics {names}, got {answer.get(f'names/{call}')}{again}. A metric "
+                "that some rank has is reported by all.",
                 rank,
             )
-            continue
-        for name in names:
-            values = [metrics[name] for metrics in everyone if name in metrics]
-            what = f"{name} (known to {len(values)} of {case.world_size} ranks)"
-            expected = np.array(math.fsum(values) / len(values))
-            got = answer.get(f"value {name}")
-            hint = "The first all-reduce of a rank meets the first of the others, whatever they "
-            hint += "meant by it."
-            if len(values) < case.world_size and oracle.agrees(
-                got, expected * len(values) / case.world_size
-            ):
-                hint = "A rank that does not have it counts as zero."
-            if wrong := oracle.differs(rank, what, got, expected, hint=hint):
-                yield wrong
-                break
+        ]
+    for name in names:
+        values = [metrics[name] for metrics in everyone if name in metrics]
+        what = f"{name} (known to {len(values)} of {case.world_size} ranks){again}"
+        expected = np.array(math.fsum(values) / len(values))
+        got = answer.get(f"value/{call}/{name}")
+        hint = "The first all-reduce of a rank meets the first of the others, whatever they "
+        hint += "meant by it. The order of a set of names is another one in each process."
+        if len(values) < case.world_size and oracle.agrees(
+            got, expected * len(values) / case.world_size
+        ):
+            hint = "A rank that does not have it counts as zero."
+        if call:
+            hint = "The first call gave what is expected: has it changed the dictionary?"
+        if wrong := oracle.differs(rank, what, got, expected, hint=hint):
+            return [wrong]
+    return []

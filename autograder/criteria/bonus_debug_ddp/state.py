@@ -20,6 +20,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import finite_floats, told
+from autograder.criteria.common.places import hashing_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 SHAPE = (3, 4)
@@ -50,7 +51,7 @@ def _draw_state(draw: Draw, extra: tuple[str, ...]) -> list[Values]:
         for name in names:
             is_count = name.endswith("count")
             values[name] = (
-                rng.integers(1, 1000, size=())
+                rng.integers(1 << 40, 1 << 50, size=())  # float32 cannot hold it
                 if is_count
                 else rng.normal(size=SHAPE).astype(np.float32)
             )
@@ -84,6 +85,8 @@ def judge_broadcast(case: Case) -> Iterator[Finding]:
             if name.startswith("buffer"):
                 what = "buffer"
                 hint = "It enters the forward pass like a weight, and no gradient will repair it."
+            if name.endswith("count"):
+                hint = "It is an int64 and has to arrive exactly: it must not travel as a float32."
             if name.startswith("frozen"):
                 hint = "It is not trained, but it is used: frozen at another value on each rank."
             if wrong := differs(
@@ -91,8 +94,8 @@ def judge_broadcast(case: Case) -> Iterator[Finding]:
                 f"{what} {name}",
                 answer.get(name),
                 case.inputs[0][name],
-                rtol=1e-6,
-                atol=1e-6,
+                rtol=0.0,
+                atol=0.0,
                 hint=hint,
             ):
                 yield wrong
@@ -111,6 +114,9 @@ def draw_resume(draw: Draw) -> list[Values]:
     before, after = (int(n) for n in rng.integers(3, 6, size=2))
     values = oracle.draw_parameters(rng, SIZES) | {"before": before, "after": after}
     values["use"] = str(rng.choice(["adam", "momentum"]))
+    # The run has been further and went back; names with these numbers are not in their order.
+    last = int(rng.choice([10, 100]))
+    values["saved"] = [last + int(rng.integers(1, 10)), last - 1, last]
     batch = oracle.draw_batch(rng, (before + after) * SAMPLES, SIZES)
     values |= {n: batch[n].reshape(before + after, SAMPLES, -1) for n in "xy"}
     return [dict(values) for _ in range(draw.world_size)]
@@ -178,19 +184,20 @@ def _lower_lr(optimizer: torch.optim.Optimizer) -> None:
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     """Trains, saves, loads into a new model and a new optimizer, and continues training.
 
-    An earlier checkpoint is in the folder, and the learning rate changes before the second one.
+    Earlier checkpoints are in the folder, and the learning rate changes before the last one.
     """
     save_checkpoint, load_checkpoint = subject
     folder = _shared_folder(context)
     before, end = inputs["before"], inputs["before"] + inputs["after"]
     model = oracle.mlp(inputs, torch.float64).to(context.device)
     optimizer = _optimizer(inputs["use"], model)
-    save_checkpoint(folder, model, optimizer, 0)
-    dist.barrier()
+    for step in inputs["saved"][:-1]:
+        save_checkpoint(folder, model, optimizer, step)
+        dist.barrier()
     _train(model, optimizer, inputs, range(before), context.device)
     _lower_lr(optimizer)
     with _late_file(context.rank):
-        save_checkpoint(folder, model, optimizer, before)
+        save_checkpoint(folder, model, optimizer, inputs["saved"][-1])
 
     model = oracle.mlp(inputs, torch.float64).to(context.device)
     optimizer = _optimizer(inputs["use"], model)
@@ -211,10 +218,11 @@ def judge_resume(case: Case) -> Iterator[Finding]:
     _lower_lr(optimizer)
     _train(model, optimizer, inputs, range(before, before + inputs["after"]), "cpu")
     for rank, answer in enumerate(case.answers):
-        if told(answer, "step") != inputs["before"]:
+        if told(answer, "step") != inputs["saved"][-1]:
             yield Finding(
-                f"load_checkpoint returned {answer.get('step')}, saved was step "
-                f"{inputs['before']}.",
+                f"load_checkpoint returned {answer.get('step')}; saved were, in this order, the "
+                f"steps {inputs['saved']}. The last one counts, not the largest or the last by "
+                "name.",
                 rank,
             )
             continue
@@ -292,7 +300,10 @@ def draw_seeds(draw: Draw) -> list[Values]:
 
 
 def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
-    """For each virtual rank, twice: the model's weights and the random numbers drawn after them."""
+    """For each virtual rank, twice: the model's weights and the random numbers drawn after them.
+
+    The second time is as in another process.
+    """
     answer: Values = {}
     with torch.random.fork_rng(devices=[]):
         for number, (seed, world_size) in enumerate(
@@ -300,7 +311,8 @@ def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
         ):
             for rank in range(context.rank, world_size, context.world_size):
                 for visit in range(2):
-                    model = build_model(lambda: nn.Linear(*SHAPE), seed, rank)
+                    with hashing_as(visit, build_model):
+                        model = build_model(lambda: nn.Linear(*SHAPE), seed, rank)
                     answer[f"w{number}/{rank}/{visit}"] = model.weight.detach().cpu().numpy().copy()
                     answer[f"r{number}/{rank}/{visit}"] = torch.rand(NUM_DRAWN).numpy()
                     torch.rand(rank + 1)  # earlier draws must not change the next model
@@ -352,18 +364,22 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
         first, again = arrays[:world_size], arrays[world_size:]
         for a in range(world_size):
             for b in range(a):
-                if np.allclose(first[a], first[b]):
+                # Two numbers, and not one, which may be chance.
+                if np.isin(first[a], first[b]).sum() > 1:
                     return [
                         Finding(
                             f"seed={seed}: ranks {b} and {a} draw the same numbers after the model "
-                            "is built, so they drop the same units: W ranks with one mask."
+                            f"is built, perhaps at other places: {np.round(first[b], 4).tolist()} "
+                            f"and {np.round(first[a], 4).tolist()}. So they drop the same units: W "
+                            "ranks with one mask."
                         )
                     ]
             if not np.allclose(first[a], again[a]):
                 return [
                     Finding(
-                        f"seed={seed}, rank={a}: a second call gave other random numbers. They "
-                        "must depend on seed and rank alone, or no run can be repeated."
+                        f"seed={seed}, rank={a}: a second call, as in another process, gave other "
+                        "random numbers. They must depend on seed and rank alone, or no run can "
+                        "be repeated."
                     )
                 ]
     if np.allclose(found[0][0], found[1][0]):

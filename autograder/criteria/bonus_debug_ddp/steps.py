@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats, item_of, told
+from autograder.criteria.common.answers import item_of, told
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import are_close, batch_gradients, collect, weights_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
@@ -46,6 +43,18 @@ LR = {"adam": 0.05, "sgd": 0.2}
 ADAM_TOLERANCE = 0.02  # relative to the learning rate; a gradient's scale hardly changes the step
 
 
+class _Shifted(nn.Module):
+    """An MLP of float64, and a parameter that is in no layer."""
+
+    def __init__(self, inputs: Values) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(SIZES[0], dtype=torch.float64))
+        self.layers = oracle.mlp(inputs, torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.shift)
+
+
 def draw_adam(draw: Draw) -> list[Values]:
     """Steps with Adam: the mean of the ranks' steps is not the step with the mean gradient."""
     return [i | {"optimizer": "adam"} for i in _draw_batches(draw, 3, "float64")]
@@ -56,15 +65,21 @@ def draw_sgd(draw: Draw) -> list[Values]:
     return [i | {"optimizer": "sgd"} for i in _draw_batches(draw, 2, "float64")]
 
 
-def _optimizer(inputs: Values, model: nn.Module) -> torch.optim.Optimizer:
-    make = torch.optim.Adam if inputs["optimizer"] == "adam" else torch.optim.SGD
-    return make(model.parameters(), lr=LR[inputs["optimizer"]])
+def _start(inputs: Values, device: Any = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer. Adam has a group for the first parameters and one for others."""
+    lr = LR[inputs["optimizer"]]
+    if inputs["optimizer"] == "sgd":
+        model = oracle.mlp(inputs, torch.float64).to(device)
+        return model, torch.optim.SGD(model.parameters(), lr=lr)
+    model = _Shifted(inputs).to(device)
+    params = list(model.parameters())
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": lr / 2}]
+    return model, torch.optim.Adam(groups, lr=lr)
 
 
 def observe_step(train_step: Any, inputs: Values, context: Context) -> Values:
     """The weights after a few calls of `train_step`."""
-    model = oracle.mlp(inputs, torch.float64).to(context.device)
-    optimizer = _optimizer(inputs, model)
+    model, optimizer = _start(inputs, context.device)
     for step in range(inputs["steps"]):
         x, y = (torch.from_numpy(inputs[f"{n}/{step}"]).double() for n in "xy")
         if inputs["optimizer"] == "adam":  # gradients that stay cost only `debug_step_mean`
@@ -76,8 +91,7 @@ def observe_step(train_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def _one_process(case: Case) -> list[np.ndarray]:
-    model = oracle.mlp(case.inputs[0], torch.float64)
-    optimizer = _optimizer(case.inputs[0], model)
+    model, optimizer = _start(case.inputs[0])
     for step in range(case.inputs[0]["steps"]):
         optimizer.zero_grad()
         x, y = _global_batch(case, step)
@@ -97,7 +111,9 @@ def judge_adam(case: Case) -> Iterator[Finding]:
                 expected,
                 rtol=0.0,
                 atol=ADAM_TOLERANCE * LR["adam"],
-                hint="Adam's step is no linear function of the gradient: average first, step then.",
+                hint="Adam's step is no linear function of the gradient: average first, step "
+                "then. And average every parameter's: one here is in no layer, and the optimizer "
+                "has two groups.",
             ):
                 yield wrong
                 break
@@ -119,151 +135,53 @@ def judge_sgd(case: Case) -> Iterator[Finding]:
                 break
 
 
-# --- buckets -------------------------------------------------------------------------------------
-
-VALUES_PER_PARAMETER = 12
-
-
-def _draw_buckets(draw: Draw, num_parameters: int, per_bucket: float) -> list[Values]:
-    values = {
-        "count": num_parameters,
-        "bucket_bytes": int(per_bucket * VALUES_PER_PARAMETER * 4),
-    }
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        inputs.append(
-            values
-            | {
-                f"g{i}": rng.normal(size=(3, VALUES_PER_PARAMETER // 3)).astype(np.float32)
-                for i in range(num_parameters)
-            }
-        )
-    return inputs
-
-
-def draw_tail(draw: Draw) -> list[Values]:
-    """All gradients fit into one bucket and do not fill it."""
-    return _draw_buckets(draw, int(draw.shared().integers(3, 7)), 10.0)
-
-
-def draw_wait(draw: Draw) -> list[Values]:
-    """Several buckets; the gradients fill each bucket exactly, also the last one."""
-    rng = draw.shared()
-    per_bucket = int(rng.integers(2, 4))  # not one: a gradient alone is no bucket
-    return _draw_buckets(draw, per_bucket * int(rng.integers(3, 6)), float(per_bucket))
-
-
-def observe_buckets(reduce_in_buckets: Any, inputs: Values, context: Context) -> Values:
-    """The gradients after one reduction, and the order in which it sent and waited."""
-    gradients = [torch.from_numpy(inputs[f"g{i}"].copy()) for i in range(inputs["count"])]
-    params = [nn.Parameter(torch.zeros_like(g, device=context.device)) for g in gradients]
-    for p, gradient in zip(params, gradients, strict=True):
-        p.grad = gradient.to(context.device)
-    with _noted_calls() as calls:
-        reduce_in_buckets(params, inputs["bucket_bytes"])
-    answer: Values = {"calls": calls}
-    return answer | {f"g{i}": oracle.grad_of(p).copy() for i, p in enumerate(params)}
-
-
-@contextlib.contextmanager
-def _noted_calls() -> Iterator[list[str]]:
-    """Yields a list that gets "send" for every all-reduce and "wait" for every wait on a handle.
-
-    The trace of the emulated cluster does not tell: there, whoever takes a future waits at once.
-    """
-    calls: list[str] = []
-    all_reduce = dist.all_reduce
-
-    def noted(*args: Any, **options: Any) -> Any:
-        calls.append("send")
-        work = all_reduce(*args, **options)
-        if work is None:  # not asynchronous
-            calls.append("wait")
-            return None
-        wait = work.wait
-
-        def noted_wait(*args: Any, **options: Any) -> Any:
-            calls.append("wait")
-            return wait(*args, **options)
-
-        work.wait = noted_wait
-        return work
-
-    with mock.patch.object(dist, "all_reduce", noted):
-        yield calls
-
-
-def _judge_buckets(case: Case, hint: str, *, any_scale: bool) -> Iterator[Finding]:
-    for rank, answer in enumerate(case.answers):
-        for i in range(case.inputs[0]["count"]):
-            own = case.inputs[rank][f"g{i}"]
-            expected = oracle.mean([inputs[f"g{i}"] for inputs in case.inputs])
-            got = answer.get(f"g{i}")
-            if any_scale and is_floats(got, expected.shape):
-                scale = float((got * expected).sum() / (expected**2).sum())
-                if scale > 0.1 and oracle.agrees(got, scale * expected):
-                    continue
-            why = oracle.explain_gradient(got, expected, own, case.world_size)
-            what = f"gradient {i} of {case.inputs[0]['count']}"
-            if wrong := oracle.differs(rank, what, got, expected, hint=f"{why} {hint}"):
-                yield wrong
-                break
-
-
-def judge_tail(case: Case) -> Iterator[Finding]:
-    """The gradients in the last bucket are reduced although the bucket is not full.
-
-    A sum in place of the mean costs only `debug_bucket_wait`.
-    """
-    return _judge_buckets(
-        case, "Here all gradients together do not fill one bucket.", any_scale=True
-    )
-
-
-def judge_wait(case: Case) -> Iterable[Finding]:
-    """The student's code waits for every bucket before it uses the bucket, and not earlier."""
-    return list(
-        _judge_buckets(
-            case,
-            "Here there are several buckets: a tensor may be read only after the wait() of its "
-            "own handle.",
-            any_scale=False,
-        )
-    ) or list(_judge_traffic(case))
-
-
-def _judge_traffic(case: Case) -> Iterator[Finding]:
-    """Each bucket travels in one all-reduce; the first wait comes after the second of them."""
-    numbers = case.inputs[0]["bucket_bytes"] // 4
-    expected = [numbers] * (case.inputs[0]["count"] * VALUES_PER_PARAMETER // numbers)
-    for rank, events in enumerate(case.trace.events):
-        got = [e.numel for e in events if e.kind == "issue" and e.collective == "all_reduce"]
-        if got != expected:
-            yield Finding(
-                f"{case.inputs[0]['count']} gradients of {4 * VALUES_PER_PARAMETER} bytes with "
-                f"bucket_bytes={4 * numbers}: expected {len(expected)} all-reduces of {numbers} "
-                f"numbers each, got {got}. A bucket is full when it holds bucket_bytes or more.",
-                rank,
-            )
-        elif [item_of(told(case.answers[rank], "calls"), i) for i in (0, 1)] == ["send", "wait"]:
-            yield Finding(
-                "the first bucket has been waited for before the second was sent, so only one "
-                "travels at a time. Send first, with async_op=True, and wait when all are under "
-                "way.",
-                rank,
-            )
-
-
 # --- accumulation --------------------------------------------------------------------------------
 
 
 def draw_accumulate(draw: Draw) -> list[Values]:
-    """Numbers of micro-batches unequal to the number of ranks; different data on each rank."""
+    """One micro-batch, then numbers unequal to that of the ranks; different data on each rank."""
     rng, sizes = draw.shared(), ddp.SIZES
-    ks = [int(k) for k in rng.permutation([k for k in (2, 3, 4, 5) if k != draw.world_size])[:3]]
+    several = rng.permutation([k for k in (2, 3, 4, 5) if k != draw.world_size])[:2]
+    ks = [1, *(int(k) for k in several)]
     start = oracle.draw_parameters(rng, sizes) | {"ks": ks}
     return oracle.private_batches(draw, start, [(k, SAMPLES) for k in ks], sizes)
+
+
+def observe_accumulate(accumulate: Any, inputs: Values, context: Context) -> Values:
+    """As in lab 2; also how many samples went through the model in each call."""
+    counts: list[int] = []
+
+    def count(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        counts[-1] += args[0].shape[:-1].numel()
+
+    def counted(ddp_model: Any, micro_batches: Any, loss_fn: Any) -> Any:
+        counts.append(0)
+        handle = ddp_model.module.register_forward_pre_hook(count)
+        try:
+            return accumulate(ddp_model, micro_batches, loss_fn)
+        finally:
+            handle.remove()
+
+    return ddp.observe_samples(counted, inputs, context) | {"counts": counts}
+
+
+def judge_loss(case: Case) -> list[Finding]:
+    """The mean loss of all ranks, from the forward passes whose gradients are in p.grad."""
+    findings = ddp.judge_loss(case)
+    for rank, answer in enumerate(case.answers) if not findings else ():
+        for call, k in enumerate(case.inputs[0]["ks"]):
+            got = item_of(told(answer, "counts"), call)
+            if got != k * SAMPLES:
+                findings.append(
+                    Finding(
+                        f"{k} micro-batches of {SAMPLES} samples: {got} samples went through the "
+                        f"model, expected {k * SAMPLES}. A second forward pass costs time, and "
+                        "with dropout its loss is not the one whose gradient is in p.grad.",
+                        rank,
+                    )
+                )
+                break
+    return findings
 
 
 def judge_accumulate(case: Case) -> list[Finding]:
@@ -296,11 +214,16 @@ def _is_divided_twice(case: Case) -> bool:
 
 # --- a step with a scaler ------------------------------------------------------------------------
 
-AMP_LR, INIT_SCALE, NO_LIMIT = 0.1, 1024.0, 1e30
+INIT_SCALE, NO_LIMIT = 1024.0, 1e30
 
 
 def _draw_scaled(draw: Draw, steps: int, **options: Any) -> list[Values]:
     return [i | options for i in _draw_batches(draw, steps, "float32")]
+
+
+def _momentum(module: nn.Module) -> torch.optim.Optimizer:
+    """With momentum a step moves the weights even if the gradient is zero."""
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
 
 
 def draw_scaler(draw: Draw) -> list[Values]:
@@ -334,7 +257,7 @@ def observe_scaled(subject: Any, inputs: Values, context: Context) -> Values:
     amp_step, scaler_class = subject
     module = oracle.mlp(inputs).to(context.device)
     ddp_model = wrap(module, context)
-    optimizer = torch.optim.SGD(module.parameters(), lr=AMP_LR)
+    optimizer = _momentum(module)
     scaler = scaler_class(INIT_SCALE, inputs["growth_interval"])
     scales: list[float] = []
     incoming: list[float] = []
@@ -366,14 +289,15 @@ def _expected(case: Case) -> tuple[list[np.ndarray], list[float]]:
     """The weights after all steps, and the scale after each step."""
     inputs = case.inputs[0]
     model = oracle.mlp(inputs, torch.float64)
+    optimizer = _momentum(model)
     scale, good, scales = INIT_SCALE, 0, []
     for step in range(inputs["steps"]):
         gradients = _gradients(case, model, step)
         if all(np.isfinite(g).all() for g in gradients):
             factor = min(1.0, inputs["max_norm"] / (_norm(gradients) + 1e-6))
-            with torch.no_grad():
-                for p, g in zip(model.parameters(), gradients, strict=True):
-                    p -= AMP_LR * factor * torch.from_numpy(g)
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.grad = factor * torch.from_numpy(g)
+            optimizer.step()
             good += 1
             if good == inputs["growth_interval"]:
                 scale, good = scale * 2, 0
@@ -422,7 +346,8 @@ def judge_scaler(case: Case) -> Iterable[Finding]:
     return _judge_scaled(
         case,
         "In some of these steps the scale changes. Divide by the scale that this step's loss "
-        "was multiplied with.",
+        "was multiplied with. And in some a gradient is not finite: there the optimizer, which "
+        "has momentum, takes no step.",
         with_scales=True,
     )
 

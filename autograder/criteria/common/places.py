@@ -94,3 +94,30 @@ def hashing_as(process: int, written: Any) -> Iterator[None]:
     names = getattr(written, "__globals__", vars(home))
     with having(names, {"hash": own}):
         yield
+
+
+@contextmanager
+def ordering_sets_as(process: int, written: Any) -> Iterator[None]:
+    """Inside, the notebook's `set(...)` of texts has the order of a process of its own.
+
+    As in `hashing_as`: ranks that torchrun started order sets of text in different ways.
+
+    Args:
+        process: number of the process; written: a function of the notebook.
+    """
+
+    class OwnOrder(set):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(sorted(super().__iter__(), key=lambda value: hash((process, value))))
+
+        def union(self, *others: Any) -> OwnOrder:
+            return OwnOrder(super().union(*others))
+
+        def __or__(self, other: Any) -> OwnOrder:
+            return OwnOrder(super().__or__(other))
+
+        def __reduce__(self) -> Any:
+            return set, (list(self),)  # other ranks get a plain one
+
+    with having(getattr(written, "__globals__", {}), {"set": OwnOrder}):
+        yield
