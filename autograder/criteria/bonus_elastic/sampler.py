@@ -150,13 +150,16 @@ def _read(
 
 
 def draw_epoch(draw: Draw) -> list[Values]:
-    """A number of samples that is not divisible by the batch size, and a number of ranks."""
+    """Two numbers of samples, neither divisible by the batch size, and a number of ranks.
+
+    The second is smaller than a batch.
+    """
     rng = draw.shared()
     batch = int(rng.integers(5, 9))
     num_samples = batch * int(rng.integers(3, 6)) + int(rng.integers(1, batch))
     values = {
         "batch": batch,
-        "num_samples": num_samples,
+        "asked": [num_samples, int(rng.integers(2, batch))],
         "ranks": int(rng.integers(2, 5)),
         "seed": int(rng.integers(1000)),
     }
@@ -169,44 +172,51 @@ def _per_epoch(values: Values) -> int:
 
 @on_two_nodes
 def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Values:
-    """Two epochs on a fixed number of ranks."""
-    samplers = [_fresh(sampler_class, inputs) for _ in range(inputs["ranks"])]
-    batches: Batches = []
-    for _ in range(2 * _per_epoch(inputs)):
-        row = []
-        for rank, sampler in enumerate(samplers):
-            with _random_numbers(0):
-                row.append(_deal(sampler, rank, inputs["ranks"], inputs))
-        batches.append(row)
-    return {"batches": batches}
+    """Two epochs of each number of samples, on a fixed number of ranks."""
+    answer: Values = {}
+    for num_samples in inputs["asked"]:
+        values = inputs | {"num_samples": num_samples}
+        samplers = [_fresh(sampler_class, values) for _ in range(inputs["ranks"])]
+        batches: Batches = []
+        for _ in range(2 * _per_epoch(values)):
+            row = []
+            for rank, sampler in enumerate(samplers):
+                with _random_numbers(0):
+                    row.append(_deal(sampler, rank, inputs["ranks"], values))
+            batches.append(row)
+        answer[f"batches/{num_samples}"] = batches
+    return answer
 
 
 def judge_epoch(case: Case) -> Iterator[Finding]:
     """Every sample comes once per epoch, in full batches; the rest is the epoch's last batch."""
-    given = case.inputs[0]
-    per_epoch = _per_epoch(given)
     for rank, answer in enumerate(map(plain, case.answers)):
-        batches = _read(
-            answer.get("batches"), [given["ranks"]] * 2 * per_epoch, given["num_samples"]
-        )
-        if isinstance(batches, str):
-            yield Finding(batches, rank)
-            continue
-        full, rest = divmod(given["num_samples"], given["batch"])
-        sizes = [len(batch) for batch in batches]
-        if sizes != 2 * [*[given["batch"]] * full, rest]:
-            yield Finding(
-                f"{given['num_samples']} samples in batches of {given['batch']}: expected {full} "
-                f"full ones and one of {rest} in each epoch, got {sizes}. Samples that do not fill "
-                "a batch are the last batch of their epoch.",
-                rank,
-            )
-            continue
-        for epoch in range(2):
-            part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
-            if problem := _not_once(part, given["num_samples"]):
-                yield Finding(f"epoch {epoch}: {problem}", rank)
+        for num_samples in case.inputs[0]["asked"]:
+            given = case.inputs[0] | {"num_samples": num_samples}
+            if problem := _wrong_epochs(answer.get(f"batches/{num_samples}"), given):
+                story = f"{num_samples} samples in batches of {given['batch']}"
+                yield Finding(f"{story}: {problem}", rank)
                 break
+
+
+def _wrong_epochs(got: Any, given: Values) -> str:
+    """What is wrong with two epochs of `given["num_samples"]` samples; "" if nothing is."""
+    per_epoch = _per_epoch(given)
+    batches = _read(got, [given["ranks"]] * 2 * per_epoch, given["num_samples"])
+    if isinstance(batches, str):
+        return batches
+    full, rest = divmod(given["num_samples"], given["batch"])
+    sizes = [len(batch) for batch in batches]
+    if sizes != 2 * [*[given["batch"]] * full, rest]:
+        return (
+            f"expected {full} full ones and one of {rest} in each epoch, got {sizes}. Samples that "
+            "do not fill a batch are the last batch of their epoch."
+        )
+    for epoch in range(2):
+        part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
+        if problem := _not_once(part, given["num_samples"]):
+            return f"epoch {epoch}: {problem}"
+    return ""
 
 
 def _not_once(batches: list[list[int]], num_samples: int) -> str:

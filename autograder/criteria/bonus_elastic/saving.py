@@ -52,8 +52,8 @@ def _own_folder() -> Iterator[Path]:
 
 # --- elastic_atomic ------------------------------------------------------------------------------
 
-# (is the step there already?, keep)
-SAVES = ((False, 3), (True, 3), (False, 1))
+# (is the step there already?, keep, is it saved again after a death, or a later one at once?)
+SAVES = ((False, 3, True), (True, 3, True), (False, 1, False))
 
 
 def draw_atomic(draw: Draw) -> list[Values]:
@@ -110,7 +110,8 @@ def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
     shutil.copytree(before, full)
     for step in (one, two):  # undisturbed, to see how large a whole file is
         state = _state(inputs, step, True)
-        run_to_its_end(partial(_save, save_together, str(full), step, state))
+        if not run_to_its_end(partial(_save, save_together, str(full), step, state)):
+            raise RuntimeError(f"save_together of step {step} did not come to its end")
     whole = {p.name: {p.stat().st_size} for p in full.iterdir()}
     whole.setdefault(name_of(one), set()).add((before / name_of(one)).stat().st_size)
     if (full / name_of(one)).read_bytes() == (before / name_of(one)).read_bytes():
@@ -121,9 +122,10 @@ def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
         shutil.copytree(before, place)
 
     left: list[list[Values]] = []
-    for again, keep in SAVES:
+    for again, keep, repeated in SAVES:
         step = one if again else two
         state, last = _state(inputs, step, True), _state(inputs, three, False)
+        later = [(step, state)] * repeated + [(three, last)]
 
         def save(step: int = step, state: Any = state, keep: int = keep) -> None:
             _save(save_together, str(place), step, state, keep)
@@ -133,8 +135,10 @@ def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
             sizes = {p.name: p.stat().st_size for p in place.glob("step-*.pt")}
             parts = sorted(name for name, size in sizes.items() if size not in whole.get(name, ()))
             seen: Values = {"when": death.when, "names": sorted(sizes), "parts": parts}
-            for then, that in ((step, state), (three, last)):
+            seen["saved"] = [
                 run_to_its_end(partial(_save, save_together, str(place), then, that, keep))
+                for then, that in later
+            ]
             seen["later"] = sorted(p.name for p in place.glob("step-*.pt"))
             left[-1].append(seen)
     return left
@@ -152,21 +156,28 @@ def judge_atomic(case: Case) -> list[Finding]:
                 0,
             )
         ]
-    for number, (again, keep) in enumerate(SAVES):
+    for number, (again, keep, repeated) in enumerate(SAVES):
         step = one if again else two
+        later = [step] * repeated + [three]
         right = [name_of(s) for s in sorted({one, step, three})][-keep:]
         seen = item_of(answer.get("left"), number)
         if not isinstance(seen, list) or not seen:
             return [Finding(f"no file was written while step {step} was saved.", 0)]
         for left in seen:
-            if problem := _left_behind(left if isinstance(left, dict) else {}, given, step, right):
+            left = left if isinstance(left, dict) else {}
+            if problem := _left_behind(left, given, step, later, right):
                 what = f"step {step}{' once more' * again}, keep={keep}"
                 return [Finding(f"a process died while it saved {what}, {problem}", 0)]
     return []
 
 
-def _left_behind(left: Values, given: Values, step: int, right: list[str]) -> str:
-    """What is wrong after one death, and when it came; "" if nothing is."""
+def _left_behind(left: Values, given: Values, step: int, then: list[int], right: list[str]) -> str:
+    """What is wrong after one death, and when it came; "" if nothing is.
+
+    Args:
+        step: what was being saved; then: what new processes saved afterwards, one after the other.
+        right: the names that should be there in the end.
+    """
     when, names, parts = left.get("when"), left.get("names"), left.get("parts")
     if not when or not isinstance(names, list) or not isinstance(parts, list):
         return "or was to die: it did not end in time."
@@ -180,14 +191,19 @@ def _left_behind(left: Values, given: Values, step: int, right: list[str]) -> st
         return (
             f"{when}: now {old} is gone. What is there has to stay until the new file has its name."
         )
-    later = left.get("later")
+    later, saved = left.get("later"), left.get("saved")
     there = set(later) if isinstance(later, list) else set()
+    new = f"when new processes save {' and then '.join(f'step {s}' for s in then)}"
     steps = {name_of(s) for s in (*given["steps"][::2], step)}
     if not set(right) <= there <= steps:  # `elastic_keep` counts how many are left
         return (
-            f"{when}: when step {step} and then step {given['steps'][2]} are saved by new "
-            f"processes, there should be {right}, there is {later}. What a death "
+            f"{when}: {new}, there should be {right}, there is {later}. What a death "
             "leaves behind must not get in the way, nor count as a checkpoint."
+        )
+    if saved != [True] * len(then):
+        return (
+            f"{when}: {new}, save_together does not come to its end. What a death leaves behind "
+            "must not get in the way."
         )
     return ""
 
@@ -275,6 +291,8 @@ def judge_writer(case: Case) -> Iterator[Finding]:
 
 # --- elastic_keep --------------------------------------------------------------------------------
 
+OTHERS = ("best.pt", "notes.txt", "upload.tmp")  # files that save_together has not made
+
 
 def draw_keep(draw: Draw) -> list[Values]:
     """Six steps, and how many checkpoints to keep."""
@@ -289,13 +307,13 @@ def draw_keep(draw: Draw) -> list[Values]:
 
 @on_two_nodes
 def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values:
-    """The names in the folder after every save but the first two.
+    """The names in the folder after every save but the first two; the last step is saved twice.
 
     The first two checkpoints are copied into the folder, as if an earlier job had made them.
     """
     seen, keep = [], inputs["keep"]
     with _own_folder() as folder:
-        for name in ("best.pt", "notes.txt"):
+        for name in OTHERS:
             (folder / name).write_text("somebody else's")
         for number, step in enumerate(inputs["steps"][:2]):
             with _own_folder() as other:
@@ -304,7 +322,7 @@ def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values
             late = time.time() + 1e6 - 100 * number  # as after a copy: the older file looks newer
             if (folder / name_of(step)).is_file():
                 os.utime(folder / name_of(step), (late, late))
-        for step in inputs["steps"][2:]:
+        for step in [*inputs["steps"][2:], inputs["steps"][-1]]:
             save_together(folder, step, state_of(inputs, step), keep=keep)
             seen.append(_names_in(folder))
     return {"seen": seen}
@@ -313,14 +331,17 @@ def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values
 def judge_keep(case: Case) -> list[Finding]:
     """The highest steps are left, and all files that are not checkpoints."""
     given, seen = case.inputs[0], plain(case.answers[0]).get("seen")
-    for number, step in enumerate(given["steps"][2:]):
+    for number, step in enumerate([*given["steps"][2:], given["steps"][-1]]):
         kept = given["steps"][: number + 3][-given["keep"] :]
-        wanted = sorted(["best.pt", "notes.txt", *(name_of(s) for s in kept)])
+        wanted = sorted([*OTHERS, *(name_of(s) for s in kept)])
         got = item_of(seen, number)
         if got != wanted:
+            again = " once more" * (number + 2 == len(given["steps"]))
             return [
                 Finding(
-                    f"after step {step}, keep={given['keep']}: expected {wanted}, got {got}.", 0
+                    f"after step {step}{again}, keep={given['keep']}: expected {wanted}, "
+                    f"got {got}.",
+                    0,
                 )
             ]
     return []
@@ -330,9 +351,12 @@ def judge_keep(case: Case) -> list[Finding]:
 
 
 def draw_agree(draw: Draw) -> list[Values]:
-    """Which steps each rank sees; in the last case one file is damaged on one rank."""
+    """Which steps each rank sees; in the last case one file is damaged on one rank.
+
+    The lowest step is 0: saved before the first one is taken.
+    """
     rng = draw.shared()
-    steps = rising_steps(rng, 4)
+    steps = [0, *rising_steps(rng, 3)]
     last = draw.world_size - 1
     lacks = int(rng.integers(1, draw.world_size)) if last else 0
     cases: list[list[list[int] | None]] = [
@@ -345,6 +369,7 @@ def draw_agree(draw: Draw) -> list[Values]:
         # The minimum of the ranks' newest steps is missing on the rank whose newest step is higher.
         [[0, 1, 3] if rank == last else [0, 1, 2] for rank in range(draw.world_size)],
         [[] if rank == lacks else [0, 1] for rank in range(draw.world_size)],
+        [[0] if rank == last else [0, 1, 2] for rank in range(draw.world_size)],
         [[0, 1, 2, 3] for _ in range(draw.world_size)],
     ]
     spoil = [[""] * draw.world_size for _ in cases]
@@ -357,7 +382,8 @@ def draw_damaged(draw: Draw) -> list[Values]:
     """All ranks see the same files, and the newest of them are damaged."""
     steps = rising_steps(draw.shared(), 4)
     every: list[list[int] | None] = [[0, 1, 2, 3] for _ in range(draw.world_size)]
-    spoil = [[what] * draw.world_size for what in ("3", "32", "empty 3", "empty 32", "3210")]
+    kinds = ("3", "32", "empty 3", "empty 32", "few bytes 32", "321", "3210")
+    spoil = [[what] * draw.world_size for what in kinds]
     return _for_ranks(draw, steps, [every] * len(spoil), spoil, others=[])
 
 
@@ -425,7 +451,7 @@ def _shown(inputs: Values, source: str, sees: list[int] | None, spoilt: str) -> 
             name = name_of(inputs["steps"][number])
             shutil.copy(Path(source, name), folder)
             if str(number) in spoilt:
-                _spoil(folder / name, 0.0 if "empty" in spoilt else inputs["cut"])
+                _spoil(folder / name, spoilt, inputs["cut"])
         dist.barrier()  # all ranks have copied from rank 0's folder, which rank 0 removes later
         yield folder
 
@@ -447,9 +473,11 @@ def _survives(load_together: Any, inputs: Values, source: str) -> bool:
     return all(everywhere)
 
 
-def _spoil(file: Path, share: float) -> None:
+def _spoil(file: Path, how: str, share: float) -> None:
+    """Cuts a file off: before its first byte, after three bytes, or after a share of them."""
     content = file.read_bytes()
-    file.write_bytes(content[: int(share * len(content))])
+    left = 0 if "empty" in how else 3 if "few bytes" in how else int(share * len(content))
+    file.write_bytes(content[:left])
 
 
 def _loaded(found: Any, inputs: Values) -> list[Any]:

@@ -77,13 +77,16 @@ class _Job:
         arrays: Any = {k: v for k, v in inputs.items() if isinstance(v, np.ndarray)}
         np.savez(folder / "data.npz", **arrays)
 
-    def run(self, nprocs: int, *, kill: Any = None, stop: int | None = None) -> str:
+    def run(
+        self, nprocs: int, *, kill: Any = None, stop: int | None = None, told: Any = None
+    ) -> str:
         """Runs on `nprocs` ranks, from the newest checkpoint; returns what went wrong, or ""."""
         self.number += 1
         plan = {
             "batches": self.inputs["batches"],
             "kill": kill,
             "stop": stop,
+            "signal": told,
             "clear": self.inputs.get("clear", False),
             "calls": str(self.folder / f"calls-{self.number}.jsonl"),
         }
@@ -397,22 +400,26 @@ def _why(given: Values, got: Any) -> str:
 
 
 def draw_preempted(draw: Draw) -> list[Values]:
-    """Two steps to stop at: the first between two saves, the second where a save is due anyway."""
+    """Three steps to stop at: the first between two saves, the second where a save is due anyway.
+
+    The third follows a save in which one rank gets the signal: [step, rank].
+    """
     rng = draw.shared("sizes")
     every = int(rng.integers(3, 5))
     inputs = _draw_job(draw, 3 * every, 6, every, rest=0)
-    inputs["stops"] = [every + int(rng.integers(1, every)), 2 * every]
+    inputs["stops"] = [every + int(rng.integers(1, every)), 2 * every, every + 1]
+    inputs["told"] = [None, None, [every, int(rng.integers(SAME_SIZE))]]
     return _for_rank_zero(draw, inputs)
 
 
 def observe_preempted(path: Any, inputs: Values, context: Context) -> Values:
-    """Two fresh runs that are told to stop."""
+    """Three fresh runs that are told to stop."""
     if context.rank != 0:
         return {}
     answer: Values = {"runs": []}
-    for stop in inputs["stops"]:
+    for stop, told in zip(inputs["stops"], inputs["told"], strict=True):
         with _job(path, inputs) as job:
-            failure = job.run(SAME_SIZE, stop=stop)
+            failure = job.run(SAME_SIZE, stop=stop, told=told)
             if not job.calls("batch"):
                 raise job.failure(f"{failure or 'ended'} and took no batch")
             answer["runs"].append(
@@ -422,6 +429,7 @@ def observe_preempted(path: Any, inputs: Values, context: Context) -> Values:
                     "taken": len({call[2] for call in job.calls("batch")}),
                     "saves": [call[2] for call in job.calls("save") if call[1] == 0],
                     "asked": [sum(c[1] == r for c in job.calls("asked")) for r in range(SAME_SIZE)],
+                    "died": len(job.calls("signal")) > len(job.calls("alive")),
                     "said": job.log.read_text(errors="replace")[-800:] if failure else "",
                 }
             )
@@ -446,6 +454,15 @@ def judge_preempted(case: Case) -> Iterator[Finding]:
         saves = run.get("saves")
         times = saves.count(stop) if isinstance(saves, list) else 0
         problem = ""
+        if run.get("died") is not False and given["told"][number] is not None:
+            step, rank = given["told"][number]
+            yield Finding(
+                f"rank {rank} got a SIGTERM in save_together of step {step}, and died of it: "
+                "`with Preemption()` has to be open from the first step to the last, also while "
+                "it saves.",
+                0,
+            )
+            continue
         if run.get("taken") != stop:
             problem = f"expected {stop} batches to be taken, got {run.get('taken')}."
         elif not _asked_together(run.get("asked"), stop):

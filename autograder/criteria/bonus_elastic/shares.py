@@ -16,14 +16,13 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 
 def draw_share(draw: Draw) -> list[Values]:
-    """Pairs [batch size, ranks]: some divide evenly, most do not, one batch is too small."""
+    """Pairs [batch size, ranks]: all small ones, then some drawn ones, most of them uneven."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        asked = [[int(rng.integers(2, 6)) * ranks, ranks] for ranks in (2, 5)]
-        for ranks in (3, 4, 7, 8):
-            asked.append([ranks * int(rng.integers(1, 9)) + int(rng.integers(1, ranks)), ranks])
-        asked += [[int(rng.integers(1, 5)), 6], [int(rng.integers(9, 40)), 1]]
+        asked = [[size, ranks] for ranks in range(1, 9) for size in range(1, 65)]
+        for ranks in (11, 13, 16):
+            asked.append([ranks * int(rng.integers(9, 90)) + int(rng.integers(1, ranks)), ranks])
         inputs.append({"asked": asked})
     return inputs
 
@@ -119,8 +118,19 @@ def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
 
 @on_two_nodes
 def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
-    """As `observe_gradient`, with float32 parameters in a list, which can be iterated twice."""
-    return _observe(combine, inputs, context, list, "float32")
+    """As `observe_gradient`, with float32 parameters in a list, which can be iterated twice.
+
+    New memory that nobody has set, as that of `torch.empty`, holds nan. It may do so at any time.
+    """
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # this fills new memory with nan
+    try:
+        return _observe(combine, inputs, context, list, "float32")
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 def _observe(
@@ -203,8 +213,9 @@ def judge_idle(case: Case) -> Iterator[Finding]:
         got = _all_gradients(answer, oracle.parameters_of(given))
         if got is None:
             yield Finding(
-                f"{story} p.grad is None, or not of the parameter's shape: also a rank without "
-                "samples needs the gradient of the batch.",
+                f"{story} p.grad is None, not of the parameter's shape, or has nan or inf: also a "
+                "rank without samples needs the gradient of the batch. (Here memory that nobody "
+                "has set, as of torch.empty, holds nan, and 0 times nan is nan.)",
                 rank,
             )
             continue

@@ -1,9 +1,10 @@
 """Stand-in for tasks 1 to 5 of bonus_elastic, copied beside a student's script as elastic_parts.py.
 
 plan.json in the same folder says what happens: the batches, a rank to kill, a step at which to
-stop, whether gradients are cleared before each step. Every call and its rank go into a file, one
-JSON line per call. The sampler has no order, no epochs and no shares, and saving is neither atomic
-nor agreed between ranks, so this file does not contain the solution of any task.
+stop, a rank that gets a SIGTERM while it saves, whether gradients are cleared before each step.
+Every call and its rank go into a file, one JSON line per call. The sampler has no order, no epochs
+and no shares, and saving is neither atomic nor agreed between ranks, so this file does not contain
+the solution of any task.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ def combine(
 def save_together(folder: Any, step: int, state: Any, keep: int = 3) -> None:
     """Saves rank 0's state under the name of the step; no rank waits."""
     _note("save", int(step))
+    if _plan()["signal"] == [int(step), dist.get_rank()]:
+        _note("signal")
+        os.kill(os.getpid(), signal.SIGTERM)
+        _note("alive")
     if dist.get_rank() == 0:
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
@@ -106,12 +111,14 @@ def load_together(folder: Any) -> tuple[int, Any] | None:
 
 
 class Preemption:
-    """Listens to no signal; requests a stop when the plan says so."""
+    """Survives a SIGTERM; requests a stop when the plan says so."""
 
     def __enter__(self) -> Preemption:
+        self.before = signal.signal(signal.SIGTERM, lambda *_: None)
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)
 
     def requested(self) -> bool:
         _note("asked")

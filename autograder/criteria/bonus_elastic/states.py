@@ -47,9 +47,17 @@ def draw_reshard(draw: Draw) -> list[Values]:
     return inputs
 
 
-def _shards(whole: np.ndarray, num_ranks: int) -> list[torch.Tensor]:
-    """Equal shards; the padding is 77, not 0, so that old padding in a result can be seen."""
-    size = -(-len(whole) // num_ranks)
+def _more(number: int) -> int:
+    """How much more padding than needed the old parts of a case have: the text allows any."""
+    return number % 2
+
+
+def _shards(whole: np.ndarray, num_ranks: int, more: int) -> list[torch.Tensor]:
+    """Equal shards, with `more` numbers of padding than needed in each.
+
+    The padding is 77, not 0, so that old padding in a result can be seen.
+    """
+    size = -(-len(whole) // num_ranks) + more
     padded = np.full(size * num_ranks, 77.0, dtype=whole.dtype)
     padded[: len(whole)] = whole
     return [torch.from_numpy(padded[r * size : (r + 1) * size].copy()) for r in range(num_ranks)]
@@ -86,7 +94,7 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
         ]
         for name in inputs["names"]:
             for state, shard in zip(
-                states, _shards(inputs[f"{name}/{number}"], before), strict=True
+                states, _shards(inputs[f"{name}/{number}"], before, _more(number)), strict=True
             ):
                 state[name] = shard
         kept = copy.deepcopy(states)
@@ -125,7 +133,11 @@ def judge_reshard(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
             size = -(-numel // after)
-            story = f"{numel} numbers, from {before} ranks to {after}, each with {size}"
+            old = -(-numel // before) + _more(number)
+            story = (
+                f"{numel} numbers, from {before} ranks, each with {old} (padding included), to "
+                f"{after}, each with {size}"
+            )
             for name in case.inputs[rank]["names"]:
                 whole = case.inputs[rank][f"{name}/{number}"]
                 right = np.zeros(size * after, dtype=whole.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,38 @@ def _our_handler() -> Iterator[Any]:
 # --- elastic_stop --------------------------------------------------------------------------------
 
 
+class _Before(Exception):
+    """What the handler raises that is there before the `with`."""
+
+
+def _raise(number: int, frame: Any) -> None:
+    raise _Before
+
+
+@contextlib.contextmanager
+def _between_lines() -> Iterator[None]:
+    """Inside, this process gets a SIGTERM before each line of a function named `requested`."""
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code.co_name != "requested":
+            return None
+        if event == "line":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def draw_stop(draw: Draw) -> list[Values]:
-    """For several runs, the step before which each rank gets the signal; -1 means never."""
+    """For several runs, the step before which each rank gets the signal; -1 means never.
+
+    In the last run it comes in the middle of `requested`.
+    """
     rng = draw.shared()
     size = draw.world_size
     one, two = int(rng.integers(size)), int(rng.integers(size))
@@ -44,47 +75,84 @@ def draw_stop(draw: Draw) -> list[Values]:
         [at[1]] * size,  # all of them, at the same step
         [at[0] if rank == two else STEPS - 1 for rank in range(size)],
         never,
+        [at[0] if rank == two else -1 for rank in range(size)],
     ]
     return [{"told": [run[rank] for run in runs], "_runs": runs} for rank in range(size)]
 
 
 @on_two_nodes
 def observe_stop(preemption_class: Any, inputs: Values, context: Context) -> Values:
-    """What `requested` says after each step."""
-    answers = []
+    """What `requested` says after each step, and whether the handler from before was called."""
+    answer: Values = {"said": [], "called": False}
     with _our_handler():
-        for told in inputs["told"]:
+        signal.signal(signal.SIGTERM, _raise)
+        for number, told in enumerate(inputs["told"]):
+            between = number == len(inputs["told"]) - 1
             said: list[bool] = []
             with preemption_class() as preemption:
                 for step in range(STEPS):
-                    for _ in range(2 if step == told else 0):  # a scheduler may repeat its signal
+                    # A scheduler may repeat its signal.
+                    for _ in range(2 if step == told and not between else 0):
+                        answer["called"] |= _kill_calls_the_old_one()
+                    now = step == told and between and not answer["called"]
+                    with _between_lines() if now else contextlib.nullcontext():
+                        value = preemption.requested()
+                    if now:
                         os.kill(os.getpid(), signal.SIGTERM)
-                    value = preemption.requested()
                     if not isinstance(value, bool):
                         raise TypeError(f"requested: expected True or False, got {value!r}")
                     said.append(value)
-            answers.append(said)
-    return {"said": answers}
+            answer["said"].append(said)
+    return answer
+
+
+def _kill_calls_the_old_one() -> bool:
+    """Sends this process a SIGTERM; whether that called the handler from before the `with`."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except _Before:
+        return True
+    return False
 
 
 def judge_stop(case: Case) -> list[Finding]:
-    """On all ranks False until a rank gets the signal, and True from that step on."""
-    findings: list[Finding] = []
-    for number, told in enumerate(case.inputs[0]["_runs"]):
+    """On all ranks False until a rank gets the signal, and True from that step on.
+
+    In the last run the signal comes during a call, which may hear it or leave it to the next.
+    """
+    answers = [plain(answer) for answer in case.answers]
+    findings = [
+        Finding(
+            "inside the `with` a SIGTERM called the handler that was there before, which raised: "
+            "inside, only a handler of your own should run.",
+            rank,
+        )
+        for rank, answer in enumerate(answers)
+        if answer.get("called") is not False
+    ]
+    if findings:
+        return findings
+    runs = case.inputs[0]["_runs"]
+    for number, told in enumerate(runs):
         first = min((step for step in told if step >= 0), default=STEPS)
         right = [step >= first for step in range(STEPS)]
+        between = number == len(runs) - 1
+        later = [step > first for step in range(STEPS)] if between else right
+        together = item_of(answers[0].get("said"), number)
         heard = {f"rank {r}": step for r, step in enumerate(told) if step >= 0}
-        for rank, answer in enumerate(map(plain, case.answers)):
+        for rank, answer in enumerate(answers):
             got = item_of(answer.get("said"), number)
-            if got == right:
+            alike = got == together or together not in (right, later)
+            if got in (right, later) and alike:
                 continue
             hint = "Ranks that disagree hang: one leaves, the others wait for it."
             if not heard:
                 hint = "Nobody was told to stop; what an earlier run was told is over."
             findings.append(
                 Finding(
-                    f"the signal came before step {heard or 'none'}: expected {right} after steps "
-                    f"0 to {STEPS - 1} on every rank, got {got}. {hint}",
+                    f"the signal came {'in requested() of' if between else 'before'} step "
+                    f"{heard or 'none'}: expected {right} after steps 0 to {STEPS - 1} on every "
+                    f"rank{', or True one step later on all,' * between} got {got}. {hint}",
                     rank,
                 )
             )

@@ -42,7 +42,7 @@ class Death:
     """How a process ended that was to die.
 
     Attributes:
-        ended: "killed", "ended" (nothing was left to die at) or "hung".
+        ended: "killed", "ended" (nothing was left to die at), "raised" (likewise) or "hung".
         when: what the process was about to do, in words; empty if it was not killed.
     """
 
@@ -63,16 +63,16 @@ def deaths(save: Callable[[], Any], afresh: Callable[[], None]) -> Iterator[Deat
         for number in range(0 if in_a_write else 1, MAX_CALLS + 1):
             afresh()
             death = die_at(save, number, in_a_write=in_a_write)
-            if death.ended == "ended":
+            if death.ended in ("ended", "raised"):
                 break  # there are fewer calls, or no large write after this one
             yield death
             if death.ended == "hung":
                 return
 
 
-def run_to_its_end(save: Callable[[], Any]) -> None:
-    """Runs `save` in a forked process as above, which does not die."""
-    die_at(save, -1, in_a_write=False)
+def run_to_its_end(save: Callable[[], Any]) -> bool:
+    """Runs `save` in a forked process as above, which does not die; whether it came to its end."""
+    return die_at(save, -1, in_a_write=False).ended == "ended"
 
 
 def die_at(save: Callable[[], Any], number: int, *, in_a_write: bool) -> Death:
@@ -90,8 +90,9 @@ def die_at(save: Callable[[], Any], number: int, *, in_a_write: bool) -> Death:
             torch.set_num_threads(1)  # a fork has no threads that could help
             sys.addaudithook(_Hook(number, in_a_write, writable))
             save()
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     os.close(writable)
     with open(readable, "rb", buffering=0) as told:
         status = _wait(pid)
@@ -104,7 +105,7 @@ def die_at(save: Callable[[], Any], number: int, *, in_a_write: bool) -> Death:
     if status is None or ended_by == signal.SIGALRM:
         return Death("hung")
     if ended_by not in (signal.SIGKILL, signal.SIGXFSZ):
-        return Death("ended")
+        return Death("ended" if status == 0 else "raised")
     last = lines[-1] if lines else "begun"
     if in_a_write:
         return Death("killed", f"in the middle of a write, after it had {last}")
