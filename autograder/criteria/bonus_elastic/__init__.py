@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from autograder.criteria.bonus_elastic import sampler, saving, script, shares, states, stopping
+from autograder.criteria.bonus_elastic import (
+    loading,
+    sampler,
+    saving,
+    script,
+    shares,
+    states,
+    stopping,
+)
 from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 
@@ -60,11 +68,11 @@ LAB = Lab(
         _saving(name="elastic_keep", title="the last k are kept", points=3,
                 draw=saving.draw_keep, observe=saving.observe_keep, judge=saving.judge_keep),
         _saving(name="elastic_agree", title="a step that all ranks can load", points=7,
-                draw=saving.draw_agree, observe=saving.observe_loads,
-                judge=saving.judge_loads),
+                draw=loading.draw_agree, observe=loading.observe_loads,
+                judge=loading.judge_loads),
         _saving(name="elastic_damaged", title="half a file is no checkpoint", points=4,
-                draw=saving.draw_damaged, observe=saving.observe_loads,
-                judge=saving.judge_loads),
+                draw=loading.draw_damaged, observe=loading.observe_loads,
+                judge=loading.judge_loads),
         _states(name="elastic_reshard", title="joined, cut anew, padded anew", points=7,
                 draw=states.draw_reshard, observe=states.observe_reshard,
                 judge=states.judge_reshard),
