@@ -17,6 +17,7 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Draw
 from autograder.criteria.lab1_ddp import emulated
+from autograder.criteria.lab1_ddp.network import make_model
 from minidist.emulate.plan import PlanChannel
 from minidist.emulate.session import Session
 
@@ -42,7 +43,7 @@ def handed_out():
     plan = emulated.plan_steps(draw)
     gradients = []
     for rank in range(N):
-        model = emulated._model(inputs[rank], PlanChannel(plan, rank), [])
+        model = make_model(inputs[rank], PlanChannel(plan, rank), [])
         steps = []
         for step in range(STEPS):
             x, y = (torch.from_numpy(inputs[rank][f"{name}/{step}"]) for name in "xy")

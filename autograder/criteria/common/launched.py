@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
+from autograder.criteria.common.places import meeting_place
 from autograder.criteria.common.script_worker import work
 from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
 
+ELSEWHERE = ".elsewhere"  # a rank's file with this ending: where it was to meet the others
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a check may have more ranks than there are GPUs
 
 
@@ -35,7 +39,8 @@ def run_script(
         log: file for the output of all ranks.
         folders: each rank works in a subfolder of its own, named after its rank, which shows
             which rank writes which file. In this mode, the environment of the last rank says that
-            it is alone on a second machine.
+            it is alone on a second machine, and a rank that is to meet the others elsewhere than
+            the environment says leaves a file here (see ELSEWHERE).
 
     Returns:
         what went wrong, in a few words; "" if nothing went wrong.
@@ -90,7 +95,28 @@ def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None
         elif last > 0:
             os.environ["LOCAL_WORLD_SIZE"] = str(last)
         os.environ["GROUP_WORLD_SIZE"] = "2" if last > 0 else "1"
+        _note_meeting_place(folders / f"{rank}{ELSEWHERE}")
     work(script, arguments)
+
+
+def _note_meeting_place(file: Path) -> None:
+    """From now on, `init_process_group` writes to `file` if ranks are to meet elsewhere.
+
+    On one machine they may come together there all the same; on several they do not.
+    """
+    import torch.distributed as dist
+
+    given, original = meeting_place(), dist.init_process_group
+
+    @wraps(original)
+    def init_process_group(
+        backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if (place := meeting_place(init_method)) != given:
+            file.write_text(f"{place}, where torchrun says {given}")
+        original(backend, init_method, *args, **kwargs)
+
+    dist.init_process_group = init_process_group
 
 
 def write_to(log: Path) -> None:

@@ -37,6 +37,13 @@ def environment(rank: int, world_size: int, per_node: int) -> dict[str, str]:
     }
 
 
+def meeting_place(init_method: Any = None) -> str:
+    """Where ranks meet that call `init_process_group` now; None: where the environment says."""
+    if init_method is not None and not str(init_method).startswith("env://"):
+        return str(init_method)
+    return f"tcp://{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def on_two_nodes(observe: Observe) -> Observe:
     """`observe`, with the last rank alone on a second node, as far as the environment tells.
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
 from autograder.criteria.common.charged import find_ahead, find_disorder, reaches_all
 from autograder.criteria.common.emulated import (
-    charge,
     charge_plan,
     even_cluster,
     holds_run,
@@ -30,6 +28,7 @@ from autograder.criteria.common.emulated import (
 )
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab1_ddp.network import make_model, wrap
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
@@ -48,6 +47,10 @@ LAYERS, WIDTH = 20, 125
 UNIT_S = 1e-3
 QUICK, SLOW, LATENCY, TRANSFER = 0.4, 3.6, 0.9, 0.9
 LAYER_BYTES = WIDTH * WIDTH * 4
+# A few layers are registered in another order than they run in: a bucket is full before the one
+# that is launched before it. And each layer has frozen parameters, which take no place in a bucket.
+REGISTERED = (*range(14), 16, 17, 14, 15, 18, 19)
+FROZEN = WIDTH * WIDTH // 2
 SCALING_CAP_MB = 0.125  # two layers; if a MB has 10^6 bytes, exactly: a full bucket is allowed
 BACKWARD_S = tuple(
     UNIT_S * (QUICK, SLOW)[number // 2 % 2] / 2 for number in reversed(range(LAYERS))
@@ -76,27 +79,6 @@ def grading_cluster(world_size: int) -> Cluster:
 # --- draw and observe ----------------------------------------------------------------------------
 
 
-class _Layer(nn.Module):
-    """tanh of a linear layer, in its own dtype."""
-
-    def __init__(self, weight: np.ndarray, bias: np.ndarray | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.from_numpy(weight).to(dtype))
-        self.bias = None if bias is None else nn.Parameter(torch.from_numpy(bias).to(dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias))
-
-
-def _model(inputs: Values, channel: Any, doubles: Sequence[int]) -> nn.Sequential:
-    """The charged network of `inputs`, with some layers in float64."""
-    layers = []
-    for number in range(inputs["layers"]):
-        dtype = torch.float64 if number in doubles else torch.float32
-        layers.append(_Layer(inputs[f"w{number}"], inputs.get(f"b{number}"), dtype))
-    return charge(layers, channel)
-
-
 def _draw(draw: Draw, widths: Sequence[int], bias: bool, more: Values) -> list[Values]:
     """The same weights on all ranks; different data per rank and step."""
     rng = draw.shared()
@@ -119,7 +101,8 @@ def _draw(draw: Draw, widths: Sequence[int], bias: bool, more: Values) -> list[V
 
 def draw_steps(draw: Draw) -> list[Values]:
     """Equal layers, and buckets that hold two of them."""
-    return _draw(draw, [WIDTH] * (LAYERS + 1), False, {"cap_mb": SCALING_CAP_MB, "runs": [[]]})
+    more = {"cap_mb": SCALING_CAP_MB, "runs": [[]], "registered": REGISTERED, "frozen": FROZEN}
+    return _draw(draw, [WIDTH] * (LAYERS + 1), False, more)
 
 
 def plan_steps(draw: Draw) -> ChargePlan:
@@ -146,14 +129,18 @@ def observe(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Trains each network for a few steps with the bucket size of the case."""
     done = 0
     for doubles in inputs["runs"]:
-        module = _model(inputs, context.broker, doubles)
         try:
-            ddp = ddp_class(module, bucket_cap_mb=inputs["cap_mb"])
+            module, ddp = wrap(ddp_class, inputs, context, doubles)
             for step in range(STEPS):
                 x, y = (torch.from_numpy(inputs[f"{k}/{step}"]) for k in "xy")
                 module.zero_grad()
                 oracle.mse(ddp(x), y).backward()
                 ddp.finish_gradient_synchronization()
+                if step == 0 and any(
+                    not p.requires_grad and p.grad is not None for p in module.parameters()
+                ):
+                    # It takes frozen parameters for others, as `judge_tied` finds: go on without.
+                    module, ddp = wrap(ddp_class, inputs | {"frozen": 0}, context, doubles)
         except Exception:
             if not done:
                 raise
@@ -231,7 +218,7 @@ class _Step:
 def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
     """For each step this rank's own gradients, in float64, with the rank's secret factors."""
     inputs = case.inputs[rank]
-    model = _model(inputs, PlanChannel(case.plan, rank), range(inputs["layers"]))
+    model = make_model(inputs, PlanChannel(case.plan, rank), range(inputs["layers"]))
     steps = []
     for number in range(STEPS * len(inputs["runs"])):
         step = number % STEPS
@@ -300,7 +287,7 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
         for number, (_, collective) in step.carried.items():
             buckets.setdefault(collective.key, []).append(number)
         doubles = step.inputs["runs"][step.step // STEPS]
-        parameters = list(_model(step.inputs, None, doubles).parameters())
+        parameters = list(make_model(step.inputs, None, doubles).parameters())
         for numbers in buckets.values():
             size = sum(parameters[number].nbytes for number in numbers)
             if len(numbers) > 1 and size > cap * MEGABYTE:
@@ -371,7 +358,7 @@ def _count(steps: Sequence[_Step | Finding]) -> str:
     early = sum(index < step.last_backward for index in issued.values())
     return (
         f"with {len(issued)} all-reduces of gradients, {early} of them issued before the last "
-        f"layer's backward ({LAYERS // 2} buckets would do)"
+        f"layer's backward ({LAYERS // 2} buckets would do, as frozen parameters do not travel)"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -20,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as torch_ddp
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.places import environment, on_two_nodes
+from autograder.criteria.common.places import environment, meeting_place, on_two_nodes
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 PER_NODE, NODES = 3, 2  # of the virtual cluster
 GPUS = (0, PER_NODE - 1, PER_NODE, PER_NODE + 1)  # per node
+MEET = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}  # where its ranks meet
 
 
 def _touches_hardware(error: Exception) -> bool:
@@ -50,6 +52,7 @@ def observe_setup(functions: Any, inputs: Values, context: Context) -> Values:
     """
     setup_distributed, cleanup = functions
     places = _observe_places(setup_distributed, context)
+    invented = _observe_no_address(setup_distributed)
     left = _observe_cleanup(cleanup)
     if any(p["rank"] != p["given rank"] for p in places if "rank" in p):
         return {"places": places}  # a real group of such ranks would never come together
@@ -67,6 +70,7 @@ def observe_setup(functions: Any, inputs: Values, context: Context) -> Values:
         "sum": value.cpu().numpy(),
         "same_group": dist.group.WORLD is group,
         "places": places,
+        "invented": invented,
         "left": left,
     }
 
@@ -74,10 +78,18 @@ def observe_setup(functions: Any, inputs: Values, context: Context) -> Values:
 class _Place:
     """One place of the virtual cluster: the environment and GPUs, and what was called there."""
 
-    def __init__(self, rank: int, gpus: int) -> None:
-        self.environment = environment(rank, NODES * PER_NODE, PER_NODE)
+    def __init__(
+        self, rank: int, gpus: int, world_size: int = NODES * PER_NODE, per_node: int = PER_NODE
+    ) -> None:
+        self.environment = environment(rank, world_size, per_node) | MEET
         self.gpus, self.joined, self.current = gpus, 0, -1
-        self.backend, self.rank, self.world_size = "", rank, NODES * PER_NODE
+        self.backend, self.rank, self.world_size, self.meets = "", rank, world_size, ""
+        self.told: Values = {
+            "given rank": rank,
+            "gpus": gpus,
+            "world": world_size,
+            "per node": per_node,
+        }
 
     def init_process_group(
         self,
@@ -86,11 +98,14 @@ class _Place:
         timeout: Any = None,
         world_size: int = -1,
         rank: int = -1,
+        store: Any = None,
         *_: Any,
         **__: Any,
     ) -> None:
         """Notes the arguments; what is not given comes from the environment."""
         self.joined += 1
+        if store is None:
+            self.meets = meeting_place(init_method)
         self.backend = str(backend or "cpu:gloo,cuda:nccl")  # torch's default
         self.rank = rank if rank >= 0 else self.rank
         self.world_size = world_size if world_size >= 0 else self.world_size
@@ -125,39 +140,54 @@ class _Place:
 
 
 def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:
-    """What the function does at this rank's share of the places of the virtual cluster."""
-    found = []
-    for rank in range(context.rank, NODES * PER_NODE, context.world_size):
-        for gpus in GPUS:
-            place = _Place(rank, gpus)
-            told: Values = {"given rank": rank, "gpus": gpus}
-            with (
-                mock.patch.dict(os.environ, place.environment),
-                pretending(setup_distributed, place.instead()),
-            ):
-                try:
-                    setup_distributed()
-                    said = setup_distributed()
-                except Exception as error:
-                    if not _touches_hardware(error):
-                        raise
-                else:
-                    if not isinstance(said, tuple) or len(said) != 3:
-                        raise TypeError(
-                            "setup_distributed() must return (rank, world_size, device), "
-                            f"got {said!r:.100}"
-                        )
-                    device = torch.device(said[2])
-                    told |= {
-                        "rank": integer(said[0], "rank"),
-                        "world_size": integer(said[1], "world_size"),
-                        "device": str(device),
-                        "backend": place.backend,
-                        "joined": place.joined,
-                        "current": place.current,
-                    }
-            found.append(told)
-    return found
+    """What the function does at this rank's share of the places of the virtual cluster.
+
+    Rank 0 tries two more, where it is the only rank of its world.
+    """
+    ranks = range(context.rank, NODES * PER_NODE, context.world_size)
+    places = [_Place(rank, gpus) for rank in ranks for gpus in GPUS]
+    if context.rank == 0:
+        places += [_Place(0, gpus, world_size=1, per_node=1) for gpus in (0, 1)]
+    for place in places:
+        with (
+            mock.patch.dict(os.environ, place.environment),
+            pretending(setup_distributed, place.instead()),
+        ):
+            try:
+                setup_distributed()
+                said = setup_distributed()
+            except Exception as error:
+                if not _touches_hardware(error):
+                    raise
+                continue
+        if not isinstance(said, tuple) or len(said) != 3:
+            raise TypeError(
+                f"setup_distributed() must return (rank, world_size, device), got {said!r:.100}"
+            )
+        place.told |= {
+            "rank": integer(said[0], "rank"),
+            "world_size": integer(said[1], "world_size"),
+            "device": str(torch.device(said[2])),
+            "backend": place.backend,
+            "joined": place.joined,
+            "current": place.current,
+            "meets": place.meets,
+        }
+    return [place.told for place in places]
+
+
+def _observe_no_address(setup_distributed: Any) -> str:
+    """Where ranks meet if the environment does not say where; "" if they do not, as in torch."""
+    place = _Place(rank=0, gpus=0)
+    with (
+        mock.patch.dict(os.environ, place.environment),
+        pretending(setup_distributed, place.instead()),
+        suppress(Exception),
+    ):
+        for name in MEET:
+            del os.environ[name]
+        setup_distributed()
+    return "" if "None" in place.meets else place.meets
 
 
 def _observe_cleanup(cleanup: Any) -> bool:
@@ -174,19 +204,22 @@ def _observe_cleanup(cleanup: Any) -> bool:
 
 def _judge_place(place: Values) -> str | None:
     """What is wrong at one place of the virtual cluster, or None."""
-    rank, gpus = place["given rank"], place["gpus"]
-    local = rank % PER_NODE
-    for what, expected in (("rank", rank), ("world_size", NODES * PER_NODE)):
+    rank, gpus, per_node = place["given rank"], place["gpus"], place["per node"]
+    local = rank % per_node
+    for what, expected in (("rank", rank), ("world_size", place["world"])):
         if place.get(what) != expected:
             return f"{what}: expected {expected}, got {place.get(what)}"
     if place.get("joined") != 1:
         return f"two calls joined {place.get('joined')} process groups"
-    expected = ("nccl", f"cuda:{local}") if gpus >= PER_NODE else ("gloo", "cpu")
+    expected = ("nccl", f"cuda:{local}") if gpus >= per_node else ("gloo", "cpu")
     backend, device = str(place.get("backend")), place.get("device")
     if expected[0] not in backend or device != expected[1]:
         return f"expected backend {expected[0]} on {expected[1]}, got {backend} on {device}"
-    if gpus >= PER_NODE and place.get("current") != local:
+    if gpus >= per_node and place.get("current") != local:
         return f"cuda:{local} was not made the current CUDA device"
+    meet = f"tcp://{MEET['MASTER_ADDR']}:{MEET['MASTER_PORT']}"
+    if (meets := place.get("meets")) and meets != meet:
+        return f"the ranks meet at {meets}, but the environment names {meet}"
     return None
 
 
@@ -197,11 +230,12 @@ def judge_setup(case: Case) -> Iterator[Finding]:
         places = answer.get("places")
         for place in places if isinstance(places, list) else []:
             if "rank" in place and (problem := _judge_place(place)):
-                local = place["given rank"] % PER_NODE
+                world, per_node = place["world"], place["per node"]
+                local = place["given rank"] % per_node
+                where = f"on {world // per_node} nodes of {per_node} ranks and"
+                where = f"{where} {place['gpus']} GPUs each," if world > 1 else "in a world of one,"
                 yield Finding(
-                    f"on {NODES} nodes of {PER_NODE} ranks and {place['gpus']} GPUs each, rank "
-                    f"{place['given rank']} (LOCAL_RANK {local}): {problem}.",
-                    rank,
+                    f"{where} rank {place['given rank']} (LOCAL_RANK {local}): {problem}.", rank
                 )
                 break
         if "sum" not in answer and isinstance(places, list):
@@ -218,6 +252,12 @@ def judge_setup(case: Case) -> Iterator[Finding]:
             )
         if answer.get("same_group") is not True:
             yield Finding("the second call replaced the process group.", rank)
+        if invented := answer.get("invented"):
+            yield Finding(
+                "without MASTER_ADDR and MASTER_PORT in the environment the ranks meet at "
+                f"{invented}. Only torchrun knows the place: hard-code none.",
+                rank,
+            )
         if answer.get("left") is not True:
             yield Finding("after cleanup() there is still a process group.", rank)
         if wrong := differs(
@@ -232,7 +272,7 @@ WRAP_SIZES = (5, 7, 2)
 
 
 def draw_wrap(draw: Draw) -> list[Values]:
-    """Every rank starts with different parameters and has different data."""
+    """Every rank starts with different parameters and has different data; the model is float64."""
     return [
         oracle.draw_parameters(draw.private(r), WRAP_SIZES)
         | oracle.draw_batch(draw.private(r), 6, WRAP_SIZES)
@@ -243,14 +283,15 @@ def draw_wrap(draw: Draw) -> list[Values]:
 def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
     """Parameters after wrapping, gradients after one backward."""
     on_gpu = _wrap_on_a_gpu(wrap_model)
-    model = oracle.mlp(inputs)
+    model = oracle.mlp(inputs, torch.float64)
     wrapped = wrap_model(model, context.device)
     if not isinstance(wrapped, DistributedDataParallel):
         raise TypeError(
             "wrap_model: expected a torch.nn.parallel.DistributedDataParallel, "
             f"got {type(wrapped).__name__}"
         )
-    x, y = (torch.from_numpy(inputs[k]).to(context.device) for k in "xy")
+    dtype = next(wrapped.parameters()).dtype
+    x, y = (torch.from_numpy(inputs[k]).to(context.device, dtype) for k in "xy")
     oracle.mse(wrapped(x), y).backward()
     answer: Values = {"on a GPU": on_gpu}
     answer["same"] = {id(p) for p in wrapped.parameters()} == {id(p) for p in model.parameters()}
@@ -324,6 +365,14 @@ def judge_wrap(case: Case) -> Iterator[Finding]:
                 "what was wrapped is a copy: the model that was passed is not trained.", rank
             )
         for i, expected in enumerate(start):
+            dtype = getattr(answer.get(f"p{i}"), "dtype", np.float64)
+            if dtype != np.float64:
+                yield Finding(
+                    f"parameter {i} was float64 and is {dtype} after wrapping: move the model, but "
+                    "leave its dtype alone.",
+                    rank,
+                )
+                break
             if wrong := oracle.differs(
                 rank,
                 f"parameter {i} after wrapping",

@@ -40,7 +40,11 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
             for visit, epoch in enumerate(setting["epochs"]):
                 if epoch is not None:
                     sampler.set_epoch(epoch)
-                indices = [integer(i, "an index from ShardSampler") for i in sampler]
+                indices: list[int] = []
+                for index in sampler:
+                    indices.append(integer(index, "an index from ShardSampler"))
+                    if len(indices) == 1 and not torch.equal(before, torch.get_rng_state()):
+                        answer["moved the global generator"] = True  # be it put back at the end
                 answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
                 if not torch.equal(before, torch.get_rng_state()):
                     answer["moved the global generator"] = True
@@ -74,7 +78,8 @@ def draw_tail(draw: Draw) -> list[Values]:
     """Sizes just above, just below and at a multiple of the ranks, and fewer samples than ranks.
 
     Each shuffled setting has a twin of the same ranks, seed and epochs whose size divides: it shows
-    whether the ranks draw the same permutation, which `judge_partition` judges.
+    whether the ranks draw the same permutation, which `judge_partition` judges. Those that are not
+    shuffled are iterated twice.
     """
     rng = draw.shared()
     settings: list[Values] = []
@@ -91,7 +96,7 @@ def draw_tail(draw: Draw) -> list[Values]:
             if size in (full - 1, full + 1):
                 epochs = list(range(epochs[0], epochs[0] + EPOCHS))
             one = common | {"num_samples": size, "epochs": epochs}
-            settings.append(one | {"shuffle": False, "epochs": epochs[:1]})
+            settings.append(one | {"shuffle": False, "epochs": [epochs[0], None]})
             settings.append(one | {"shuffle": True, "twin": len(twins)})
             twins.append(even | {"epochs": epochs})
     for setting in settings:
@@ -221,12 +226,13 @@ def judge_tail(case: Case) -> Iterator[Finding]:
                 break
             same_order = "twin" not in setting or _is_partition(case, setting["twin"], visit)
             if problem := _tail_problem(setting, lists, same_order):
-                yield Finding(f"{_where(setting)}: {problem}.")
+                when = ", iterated a second time" if setting["epochs"][visit] is None else ""
+                yield Finding(f"{_where(setting)}{when}: {problem}.")
                 break
             lost -= set(np.concatenate(lists).tolist())
         else:
             epochs = len(setting["epochs"])
-            if lost and epochs > 1 and _moves_samples(case, setting["twin"]):
+            if lost and setting["shuffle"] and epochs > 1 and _moves_samples(case, setting["twin"]):
                 yield Finding(
                     f"{_where(setting)}: sample {min(lost)} is dropped in each of {epochs} epochs, "
                     "so nobody ever sees it. Shuffle all samples, then cut."

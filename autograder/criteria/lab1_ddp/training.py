@@ -12,6 +12,7 @@ gradients or steps are made, which `train_steps` finds, costs nothing there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,12 +158,16 @@ def _one_hot_model(inputs: Values) -> nn.Linear:
 
 @on_two_nodes
 def observe_train(train: Any, inputs: Values, context: Context) -> Values:
-    """Trains torch's DDP with the student's loop; returns final parameters and losses."""
+    """Trains torch's DDP with the student's loop; returns final parameters and losses.
+
+    `train_steps` calls the loop a second time, to see in which mode it trains then.
+    """
     hot, order = inputs["hot"], inputs["order"]
     model = (_one_hot_model(inputs) if hot else oracle.mlp(inputs)).to(context.device)
     ids = [context.device] if context.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=ids)
     left: set[str] = set()  # what reached the model, or the loss, from host memory
+    modes: set[bool] = set()  # whether the model went forward in training mode
     answer: Values = {}
 
     def note(what: str, value: torch.Tensor) -> torch.Tensor:
@@ -175,21 +180,29 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
             note("", output), note("the target", target)
         )
 
-    model.register_forward_pre_hook(lambda _, args: (note("the input", args[0]), *args[1:]))
-    losses = train(
+    def go(_: nn.Module, args: Any) -> Any:
+        modes.add(model.training)
+        return note("the input", args[0]), *args[1:]
+
+    model.register_forward_pre_hook(go)
+    run = partial(
+        train,
         wrapped,
         RowsOfThisRank(inputs["x"], inputs["y"], in_host=not hot),
         (NextSampler if hot and inputs["any epoch"] else DrawnSampler)(order, inputs["before"]),
         oracle.ordered(loss, answer),
-        num_epochs=len(order),
         batch_size=BATCH_SIZE,
         lr=LR,
         device=context.device,
     )
-    answer |= {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
+    losses = run(num_epochs=len(order))
+    answer |= {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(model.parameters())}
     answer["left"] = sorted(left - {""})
     if losses is not None:
         answer["losses"] = np.array([float(loss) for loss in losses])
+    if not hot:
+        run(num_epochs=1)  # in the same mode as the first time?
+        answer["in eval mode"] = False in modes
     return answer
 
 
@@ -243,6 +256,12 @@ def judge_train_steps(case: Case) -> Iterator[Finding]:
             yield Finding(f"{' and '.join(map(str, left))} of a batch never went to device.", rank)
         if swapped := oracle.find_misused_loss(answer, rank):
             yield swapped
+        if answer.get("in eval mode") is True:
+            yield Finding(
+                "in one of two calls the model was trained in eval mode, which turns dropout off: "
+                "leave it in training mode.",
+                rank,
+            )
         got = [answer.get(f"p{i}") for i in range(len(expected))]
         for i, value in enumerate(expected):
             what, start = f"parameter {i} after training", case.inputs[0][f"p{i}"]
