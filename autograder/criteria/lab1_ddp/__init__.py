@@ -10,6 +10,7 @@ from autograder.criteria.lab1_ddp import (
     emulated,
     gradients_in_sync,
     joining,
+    odd_parameters,
     sampler,
     scratch,
     script,
@@ -104,11 +105,13 @@ LAB = Lab(
         ),
         _scratch(
             name="ddp_tied_frozen", title="tied, frozen and float64 parameters", points=4,
-            draw=scratch.draw_tied, observe=scratch.observe_tied, judge=scratch.judge_tied,
+            draw=odd_parameters.draw_tied, observe=odd_parameters.observe_tied,
+            judge=odd_parameters.judge_tied,
         ),
         _scratch(
             name="ddp_unused", title="parameters that some ranks do not use", points=4,
-            draw=scratch.draw_unused, observe=scratch.observe_unused, judge=scratch.judge_unused,
+            draw=odd_parameters.draw_unused, observe=odd_parameters.observe_unused,
+            judge=odd_parameters.judge_unused,
         ),
         _emulated(
             name="ddp_buckets", title="no bucket larger than asked for", points=5,
