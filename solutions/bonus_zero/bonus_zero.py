@@ -295,7 +295,7 @@ def clip_by_global_norm(gradients: list[torch.Tensor], max_norm: float) -> float
     ### BEGIN SOLUTION
     total = torch.zeros((), dtype=torch.float32, device=DEVICE)
     for gradient in gradients:
-        total += gradient.square().sum()
+        total += gradient.float().square().sum()
     dist.all_reduce(total)
     norm = math.sqrt(total.item())
     if norm > max_norm:
@@ -444,6 +444,7 @@ class ZeRO1:
             flat = shard.data.new_empty(self.num_ranks * shard.numel())
             all_gather_single(flat, shard.data)
             unflatten(flat, parameters)
+            del flat  # before the next one is made
         ### END SOLUTION
 
     def zero_grad(self) -> None:
@@ -663,7 +664,7 @@ def load_shards(optimizer: ZeRO1, saved: list[list[dict]]) -> None:
         old = [share[number] for share in saved]
         state = {}
         for name, value in old[0].items():
-            state[name] = value
+            state[name] = value.clone() if isinstance(value, torch.Tensor) else value
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 whole = torch.cat([each[name] for each in old])[:numel]
                 part = optimizer.part(flatten([whole], optimizer.num_ranks))

@@ -11,9 +11,7 @@ from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 
 _flat = partial(Criterion, task="Task 1, one vector", world="none", draw=flat.draw_flat)
-_norm = partial(
-    Criterion, task="Task 3, the norm of what nobody has", draw=norm.draw, observe=norm.observe
-)
+_norm = partial(Criterion, task="Task 3, the norm of what nobody has", observe=norm.observe)
 _after_flat: dict[str, Any] = {
     "stand_ins": ("flatten", "unflatten", "trainable_groups"),
     "relies_on": ("zero_flatten", "zero_unflatten", "zero_groups"),
@@ -46,9 +44,10 @@ LAB = Lab(
             task="Task 2, what there is to train", world="none", draw=flat.draw_groups,
             observe=flat.observe_groups, judge=flat.judge_groups,
         ),
-        _norm(name="zero_norm", title="one norm for all ranks", points=5, judge=norm.judge),
+        _norm(name="zero_norm", title="one norm for all ranks", points=5,
+              draw=norm.draw, judge=norm.judge),
         _norm(name="zero_norm_cost", title="one number travels", points=3, world="emulated",
-              plan=charge_plan, judge=norm.judge_cost),
+              plan=charge_plan, draw=norm.draw_cost, judge=norm.judge_cost),
         _zero1(name="zero1_reduce", title="each rank has its part of the mean", points=7,
                draw=values.draw_reduce, observe=values.observe_reduce,
                judge=values.judge_reduce),

@@ -21,7 +21,7 @@ from autograder.criteria.criterion import Case, Context, Finding, Values
 # 2: a third of PARAMETER_BYTES.
 BLOCKS = 2 * limited.BLOCKS
 PARAMETER_BYTES = 2 * limited.PARAMETER_BYTES
-STEPS, MICRO_BATCHES = 2, 2
+STEPS, MICRO_BATCHES = 2, 2  # with one micro-batch, stage 1 might keep whole gradients
 LR = {1: 1e-3, 2: 1e-2}
 DEADLINE_S = limited.DEADLINE_S
 draw = limited.draw
@@ -33,18 +33,19 @@ def copies(world_size: int, stage: int) -> float:
     The limit is halfway between the needs of a right and of a wrong optimiser, but at least 0.25
     above the needs of the right one.
 
-    Stage 1 (AdamW): a right optimiser holds parameters, gradients, and one share each of both
-    moments and of the shards; a wrong one holds both moments whole. Stage 2 (plain SGD): a right
+    Stage 1 (AdamW), while the second micro-batch goes backward: a right optimiser holds parameters,
+    gradients, and one share each of both moments, of the shards and of the mean gradient so far; a
+    wrong one holds that mean whole, or even both moments. Stage 2 (plain SGD): a right
     optimiser holds parameters, and one share each of the shards and of the gradients; a wrong one
     holds the gradient whole.
     """
     share = 1 / world_size
-    needed, wrong = (2 + 3 * share, 4.0) if stage == 1 else (1 + 2 * share, 2 + share)
+    needed, wrong = (2 + 4 * share, 3 + 3 * share) if stage == 1 else (1 + 2 * share, 2 + share)
     return needed + max(0.25, (wrong - needed) / 2)
 
 
 def observe_zero1(zero: Any, inputs: Values, context: Context) -> Values:
-    """Two steps of AdamW."""
+    """Two steps of AdamW with two micro-batches each."""
     allowance = _allowance(context, 1)
     return limited.launch_limited(_train_zero1, zero, inputs, context, allowance)
 
@@ -60,29 +61,33 @@ def _allowance(context: Context, stage: int) -> int:
 
 
 def _train_zero1(zero: Any, inputs: Values) -> list[float]:
-    return _train(zero, inputs, torch.optim.AdamW, 1, 1)
+    return _train(zero, inputs, torch.optim.AdamW, 1)
 
 
 def _train_zero2(zero: Any, inputs: Values) -> Values:
-    losses = _train(zero, inputs, torch.optim.SGD, 2, MICRO_BATCHES)
+    losses = _train(zero, inputs, torch.optim.SGD, 2)
     return {"losses": losses, "left": _left_after_backward(zero)}
 
 
-def _left_after_backward(zero: Any) -> int:
+def _left_after_backward(zero: Any) -> list[int]:
     """How many p.grad there are after backward and before reduce(), if all gradients have come.
 
-    The first group's gradient comes before the last group's, for which it has to wait.
+    The first group's gradient comes before the last group's, for which it has to wait. This is
+    counted at first, and again after a backward in which the first group has got no gradient.
     """
     first, last = (nn.Parameter(torch.ones(7)) for _ in range(2))
     optimizer = zero([{"params": [first]}, {"params": [last]}], torch.optim.SGD, lr=0.1)
-    late, early = (2.0 * last).sum(), (3.0 * first).sum()  # backward begins with what came last
-    (late + early).backward()
-    left = sum(p.grad is not None for p in (first, last))
-    optimizer.reduce()
+    left = []
+    for without_first in (False, True, False):
+        late, early = (2.0 * last).sum(), (3.0 * first).sum()  # backward begins with what came last
+        (late if without_first else late + early).backward()
+        if not without_first:
+            left.append(sum(p.grad is not None for p in (first, last)))
+        optimizer.reduce()
     return left
 
 
-def _train(zero: Any, inputs: Values, kind: Any, stage: int, micro_batches: int) -> list[float]:
+def _train(zero: Any, inputs: Values, kind: Any, stage: int) -> list[float]:
     """This rank's loss on its first batch, before training and after it."""
     import torch.distributed as dist
 
@@ -92,7 +97,7 @@ def _train(zero: Any, inputs: Values, kind: Any, stage: int, micro_batches: int)
     x, y = (torch.from_numpy(inputs[f"{name}/{dist.get_rank()}"]) for name in "xy")
     losses = [_loss(model, x[0], y[0])]
     for step in range(STEPS):
-        for micro in range(micro_batches):
+        for micro in range(MICRO_BATCHES):
             nn.functional.mse_loss(model(x[0] + 0.01 * micro), y[0] + 0.01 * step).backward()
             optimizer.reduce()
         optimizer.step()
@@ -116,8 +121,8 @@ def judge_zero1(case: Case) -> Iterator[Finding]:
         1,
         (
             "Is the wrapped optimiser given this rank's shard only, a copy that keeps no flat "
-            "vector alive? Are groups reduced and gathered one after the other, and is p.grad None "
-            "as soon as its group is reduced?"
+            "vector alive? Is its gradient such a copy, too? Are groups reduced and gathered one "
+            "after the other, and is p.grad None as soon as its group is reduced?"
         ),
     )
 
@@ -170,10 +175,21 @@ def _judge(case: Case, stage: int, hint: str) -> Iterator[Finding]:
                 f"numbers that differ, got {str(losses)[:80]}.",
                 rank,
             )
-        elif stage == 2 and result.get("left") != 0:
-            yield Finding(
-                f"two groups, of which the first has its gradient first: {result.get('left')} "
-                "p.grad are there after backward, before reduce(); expected none. Once a group has "
-                "gone, those before it may be complete already, and go at once.",
-                rank,
-            )
+        elif stage == 2 and (problem := _left_problem(result.get("left"))):
+            yield Finding(problem, rank)
+
+
+def _left_problem(left: Any) -> str | None:
+    """What `_left_after_backward` has found, or None."""
+    if left == [0, 0]:
+        return None
+    first, later = left if isinstance(left, list) and len(left) == 2 else (left, left)
+    where, count, why = "", first, ""
+    if first == 0:
+        where, count = " Before, there was a backward in which it had none, and reduce().", later
+        why = " Does reduce() make everything ready for the next backward?"
+    return (
+        f"two groups, of which the first has its gradient first.{where} Now {count} p.grad are "
+        "there after backward, before reduce(); expected none. Once a group has gone, those before "
+        f"it may be complete already, and go at once.{why}"
+    )

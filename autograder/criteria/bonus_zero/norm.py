@@ -14,7 +14,8 @@ from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # Kind of the shares, and max_norm relative to their norm, up to JITTER, which makes no factor a
-# round number; below 1 the shares have to be scaled.
+# round number; below 1 the shares have to be scaled. "exact" has a norm that every way of adding up
+# gives exactly, and which is the limit.
 JITTER = (0.93, 1.07)
 KINDS = (
     ("all", 0.0),
@@ -25,20 +26,35 @@ KINDS = (
     ("zeros", 1.0),
     ("large", 1e-3),
     ("equal", 0.9),
+    ("bfloat16", 0.6),
+    ("exact", 1.0),
 )
+TRIPLES = ((3, 4, 12, 13), (6, 8, 24, 26), (8, 6, 24, 26), (9, 12, 20, 25))
 FLOATS = ("float32", "float64")
+# Relative, for a norm. Squares of bfloat16 shares may be rounded before they are added up.
+PRECISE = {"float32": 1e-4, "bfloat16": 2e-2}
 MOST_NUMBERS = 4
 NEAR = 1e-3  # relative; recognises a norm or its square, but does not check its precision
 
 
 def draw(source: Draw) -> list[Values]:
     """Private shares of several sizes, also empty shares and ranks without shares."""
-    order = [int(i) for i in source.shared().permutation(len(KINDS))]
+    return _draw(source, KINDS)
+
+
+def draw_cost(source: Draw) -> list[Values]:
+    """Like `draw`, without shares that are all zeros: they are `judge`'s alone."""
+    return _draw(source, tuple(kind for kind in KINDS if kind[0] != "zeros"))
+
+
+def _draw(source: Draw, kinds: tuple[tuple[str, float], ...]) -> list[Values]:
+    order = [int(i) for i in source.shared().permutation(len(kinds))]
+    triple = TRIPLES[int(source.shared("triple").integers(len(TRIPLES)))]
     same = [np.asarray(source.shared("same").normal(size=n), dtype=np.float32) for n in (4, 5)]
     per_rank: list[Values] = []
     for rank in range(source.world_size):
         rng, values = source.private(rank), {}
-        for number, kind in enumerate(KINDS[i][0] for i in order):
+        for number, kind in enumerate(kinds[i][0] for i in order):
             last = rank == source.world_size - 1
             counts = [int(rng.integers(3, 9)), 0, int(rng.integers(1, 6))]
             arrays = [rng.normal(size=count).astype(np.float32) for count in counts]
@@ -52,6 +68,11 @@ def draw(source: Draw) -> list[Values]:
                 arrays = [array * np.float32(1e4) for array in arrays]
             if kind == "equal":
                 arrays = same
+            if kind == "bfloat16":
+                arrays = [torch.from_numpy(array).bfloat16().float().numpy() for array in arrays]
+            if kind == "exact":
+                shares = (triple[:2], (), triple[2:3])
+                arrays = [np.array(share, dtype=np.float32) * last for share in shares]
             for i, array in enumerate(arrays):
                 values[f"g{number}/{i}"] = array
             values[f"count{number}"] = len(arrays)
@@ -59,9 +80,14 @@ def draw(source: Draw) -> list[Values]:
     limits = []
     for number, i in enumerate(order):
         norm = math.sqrt(sum(_square(values, number) for values in per_rank))
-        factor = KINDS[i][1] * float(source.shared("jitter").uniform(*JITTER))
+        kind, factor = kinds[i]
+        if kind == "exact":
+            limits.append(float(triple[3]))
+            continue
+        factor *= float(source.shared("jitter").uniform(*JITTER))
         limits.append(norm * factor if norm else 1.0)
-    return [values | {"limits": limits} for values in per_rank]
+    dtypes = ["bfloat16" if kinds[i][0] == "bfloat16" else "float32" for i in order]
+    return [values | {"limits": limits, "dtypes": dtypes} for values in per_rank]
 
 
 def _square(values: Values, number: int) -> float:
@@ -73,8 +99,9 @@ def observe(clip_by_global_norm: Any, inputs: Values, context: Context) -> Value
     """The returned norms, and the shares after clipping."""
     answer: Values = {"norms": []}
     for number, limit in enumerate(inputs["limits"]):
+        dtype = getattr(torch, inputs["dtypes"][number])
         shares = [
-            torch.from_numpy(inputs[f"g{number}/{i}"].copy()).to(context.device)
+            torch.from_numpy(inputs[f"g{number}/{i}"].copy()).to(context.device, dtype)
             for i in range(inputs[f"count{number}"])
         ]
         norm = clip_by_global_norm(list(shares), limit)
@@ -83,7 +110,7 @@ def observe(clip_by_global_norm: Any, inputs: Values, context: Context) -> Value
             raise TypeError(f"clip_by_global_norm: expected a float, got {kind}")
         answer["norms"].append(norm)
         for i, share in enumerate(shares):
-            answer[f"g{number}/{i}"] = share.cpu().numpy()
+            answer[f"g{number}/{i}"] = share.float().cpu().numpy()
     return answer
 
 
@@ -92,8 +119,9 @@ def judge(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, limit in enumerate(inputs["limits"]):
+            dtype = inputs["dtypes"][number]
             if problem := _problem(case, rank, number, limit, answer):
-                findings.append(Finding(f"max_norm {limit:.4g}: {problem}", rank))
+                findings.append(Finding(f"{dtype}, max_norm {limit:.4g}: {problem}", rank))
                 break
             norm = _norm(case, number)
             for i in range(inputs[f"count{number}"]):
@@ -102,7 +130,7 @@ def judge(case: Case) -> list[Finding]:
                 if norm > limit:
                     hint = f"All shares are scaled by max_norm / norm = {limit / norm:.4g}."
                     if wrong := oracle.differs(
-                        rank, "a share", got, before * (limit / norm), hint=hint
+                        rank, "a share", got, before * (limit / norm), dtype=dtype, hint=hint
                     ):
                         findings.append(wrong)
                 elif not isinstance(got, np.ndarray) or not np.array_equal(got, before):
@@ -128,19 +156,19 @@ def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -
     got = item_of(norms, number)
     if not isinstance(got, float) or not math.isfinite(got):
         return f"expected a finite norm, got {str(got)[:40]}."
-    norm = _norm(case, number)
-    if abs(got - norm) <= 1e-4 * norm:
+    norm, near = _norm(case, number), PRECISE[case.inputs[rank]["dtypes"][number]]
+    if abs(got - norm) <= near * norm:
         return None
     own = math.sqrt(_square(case.inputs[rank], number))
     total = sum(math.sqrt(_square(values, number)) for values in case.inputs)
     why = "Squares are added up over all shares and all ranks; then comes the root."
-    if abs(got - own) <= 1e-4 * own:
+    if abs(got - own) <= near * own:
         why = "That is the norm of this rank's own shares."
-    elif abs(got - total) <= 1e-4 * total:
+    elif abs(got - total) <= near * total:
         why = "That is the sum of the ranks' norms: add up squares, and take the root at the end."
-    elif abs(got - norm / math.sqrt(case.world_size)) <= 1e-4 * norm:
+    elif abs(got - norm / math.sqrt(case.world_size)) <= near * norm:
         why = "That is too little by the root of the number of ranks: was something averaged?"
-    elif abs(got - min(norm, limit)) <= 1e-4 * norm:
+    elif abs(got - min(norm, limit)) <= near * norm:
         why = "That is the norm after clipping."
     return f"expected the norm {norm:.6g}, got {got:.6g}. {why}"
 
@@ -199,8 +227,9 @@ def _says_norm(case: Case, rank: int, number: int, sent: Any) -> bool:
     got, norm = norms[number] if number < len(norms) else None, _norm(case, number)
     if not isinstance(got, float) or not math.isfinite(got):
         return False
-    if abs(got - norm) <= NEAR * norm:
+    near = max(NEAR, PRECISE[case.inputs[rank]["dtypes"][number]])
+    if abs(got - norm) <= near * norm:
         return True
     square = _square(case.inputs[rank], number)
     total = float(np.sum(np.asarray(sent, dtype=np.float64))) if sent is not None else math.nan
-    return any(abs(total - own) <= NEAR * own for own in (square, math.sqrt(square)))
+    return any(abs(total - own) <= near * own for own in (square, math.sqrt(square)))

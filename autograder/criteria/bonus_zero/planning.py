@@ -99,20 +99,22 @@ def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> Itera
 
 # --- a training step -----------------------------------------------------------------------------
 
-SIZES, BATCH, LR = (6, 8, 3), 4, 0.5
+SIZES, LR = (6, 8, 3), 0.5
+# Samples of the micro-batches of a call. Each batch counts the same, whatever its size.
+BATCHES = (4, 9, 2)
 CALLS = (3, 1, 2)  # micro-batches of each call
 FACTORS = (0.5, 3.0, 0.7)  # the clipping limit of each call, relative to the norm
 
 
 def draw_train(draw: Draw) -> list[Values]:
-    """One model for all ranks, private micro-batches, limits above and below the norm."""
+    """One model, private micro-batches of unequal sizes, limits above and below the norm."""
     start = oracle.draw_parameters(draw.shared(), SIZES)
     inputs = []
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), dict(start)
         for call, count in enumerate(CALLS):
             for micro in range(count):
-                batch = oracle.draw_batch(rng, BATCH, SIZES)
+                batch = oracle.draw_batch(rng, BATCHES[micro], SIZES)
                 values |= {f"{name}{call}/{micro}": batch[name] for name in "xy"}
         inputs.append(values)
     limits: list[float] = []

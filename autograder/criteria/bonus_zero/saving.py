@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 from collections.abc import Iterator
@@ -13,12 +14,16 @@ import torch
 import torch.distributed as dist
 
 from autograder.criteria.bonus_zero import harness
-from autograder.criteria.bonus_zero.values import FIRST, SECOND, TINY
+from autograder.criteria.bonus_zero.values import FIRST, SECOND
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.tensor_memory import TensorMemory
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 BEFORE, AFTER = 3, 2
+OTHER_LR = 0.01
+# Of the whole state. A share is at most a half, and who keeps whole vectors keeps all of it.
+KEPT_AT_MOST = 0.75
 ADAMW = {"lr": 0.05, "weight_decay": 0.2}
 MOMENTUM = {"lr": 0.05, "momentum": 0.9}  # for RMSprop, which does not use its step count
 _worlds = itertools.count()
@@ -50,8 +55,9 @@ def _gathered(blob: bytes) -> list[bytes]:
 # --- what is written -----------------------------------------------------------------------------
 
 LARGE = ([(90, 110), (110,)], [(70, 71), (71,)])
-FILE_SLACK = 1.1
-FILE_OVERHEAD = 8192
+SAVED_SLACK = 1.1
+SAVED_OTHERS = 512  # numbers that are none of the state's, such as sizes and options
+TEXT_PER_NUMBER = 4  # characters
 
 
 def draw_saved(draw: Draw) -> list[Values]:
@@ -69,35 +75,51 @@ def observe_saved(subject: Any, inputs: Values, context: Context) -> Values:
     state = save_shard(optimizer)
     context.broker.charge(0, "backward")
     first = _written(state)
-    torch.load(io.BytesIO(first), weights_only=True)
+    count = _count_numbers(_read([first]), set())
     _step(optimizer, parameters, inputs, 1)
     return {
+        "count": count,
         "first": np.frombuffer(first, dtype=np.uint8),
         "later": np.frombuffer(_written(state), dtype=np.uint8),
     }
 
 
+def _count_numbers(value: Any, seen: set[int]) -> int:
+    """How many numbers a file holds, as tensors (with all of their storage) or by themselves."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        if storage.data_ptr() in seen:
+            return 0
+        seen.add(storage.data_ptr())
+        return storage.nbytes() // value.element_size()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set):
+        return sum(_count_numbers(each, seen) for each in value)
+    return len(value) // TEXT_PER_NUMBER if isinstance(value, str | bytes) else 1
+
+
 def judge_saved(case: Case) -> list[Finding]:
     """Requires that each rank saves a copy of its share, without communication.
 
-    All shares together have to be large enough for the whole state.
+    All shares together have to have enough numbers for the whole state.
     """
     findings: list[Finding] = []
     numel = sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
     # The limit allows two moments and the shard itself.
-    most = FILE_SLACK * 3 * 4 * numel / case.world_size + FILE_OVERHEAD
+    most = SAVED_SLACK * 3 * numel / case.world_size + SAVED_OTHERS
     total = 0
     for rank, answer in enumerate(case.answers):
-        first, later = answer.get("first"), answer.get("later")
-        if not isinstance(first, np.ndarray) or first.dtype != np.uint8:
+        first, later, count = (answer.get(name) for name in ("first", "later", "count"))
+        if not isinstance(first, np.ndarray) or not isinstance(count, int):
             findings.append(Finding("nothing was saved.", rank))
             continue
-        total += first.size
-        if first.size > most:
+        total += count
+        if count > most:
             findings.append(
                 Finding(
-                    f"this rank saves {first.size} bytes, expected about "
-                    f"{8 * numel // case.world_size}: its share of two moments of {numel} numbers.",
+                    f"this rank saves {count} numbers, expected about "
+                    f"{2 * numel // case.world_size}: its share of two moments of {numel} numbers.",
                     rank,
                 )
             )
@@ -111,9 +133,9 @@ def judge_saved(case: Case) -> list[Finding]:
         marks = [i for i, e in enumerate(events) if e.kind == "compute"]
         if len(marks) == 2 and any(e.kind == "issue" for e in events[marks[0] : marks[1]]):
             findings.append(Finding("save_shard communicates: each rank saves its own.", rank))
-    if not findings and total < 8 * numel:
+    if not findings and total < 2 * numel:
         findings.append(
-            Finding(f"all ranks together save {total} bytes; AdamW has {8 * numel} of state.")
+            Finding(f"all ranks together save {total} numbers; AdamW's state has {2 * numel}.")
         )
     return findings
 
@@ -123,7 +145,7 @@ def judge_saved(case: Case) -> list[Finding]:
 
 def draw_resume(draw: Draw) -> list[Values]:
     """Steps before and after the checkpoint."""
-    groups = [(FIRST, {"lr": 0.03}), (TINY, {}), (SECOND, {})]
+    groups = [(FIRST, {"lr": 0.03}), (SECOND, {})]
     return harness.draw_training(draw, groups, BEFORE + AFTER)
 
 
@@ -139,7 +161,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     others = harness.make_parameters(inputs | weights, context.device)
     loaded = zero(harness.make_groups(inputs, others), torch.optim.AdamW, **ADAMW)
     load_shards(loaded, _read(blobs))
-    answer: Values = {}
+    answer = _kept_and_changed(subject, inputs | weights, context, blobs)
     for step in range(BEFORE, BEFORE + AFTER):
         _step(optimizer, parameters, inputs, step)
         _step(loaded, others, inputs, step)
@@ -148,14 +170,67 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
+def _kept_and_changed(subject: Any, inputs: Values, context: Context, blobs: list[bytes]) -> Values:
+    """Loads into an optimiser that was made with another learning rate.
+
+    Returns the bytes of the tensors that it has kept from that, and its learning rates before and
+    after.
+    """
+    zero, _, load_shards = subject
+    parameters = harness.make_parameters(inputs, context.device)
+    options = ADAMW | {"lr": OTHER_LR}
+    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **options)
+    before, saved = _rates(optimizer), _read(blobs)
+    with TensorMemory() as memory:
+        load_shards(optimizer, saved)
+    gc.collect()
+    return {"kept": memory.alive_bytes(), "rates": [before, _rates(optimizer)]}
+
+
+def _rates(optimizer: Any) -> list[float]:
+    """The learning rates; none if `param_groups` does not tell, which another criterion judges."""
+    try:
+        return [float(group["lr"]) for group in optimizer.param_groups]
+    except Exception:
+        return []
+
+
 def judge_resume(case: Case) -> list[Finding]:
-    """Requires that the loaded optimiser takes the same steps as the original optimiser."""
-    return _judge_again(
+    """Requires that the loaded optimiser takes the same steps as the original optimiser.
+
+    Loading leaves learning rates alone, and keeps no more of the state than a share.
+    """
+    findings = _judge_again(
         case,
         [f"{step}/" for step in range(BEFORE, BEFORE + AFTER)],
         "after the checkpoint",
         "All of the state has to come back, AdamW's count of steps too.",
     )
+    state_bytes = 2 * 4 * sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
+    for rank, answer in enumerate(case.answers):
+        rates, kept = answer.get("rates"), answer.get("kept")
+        if findings:
+            break
+        if not isinstance(rates, list) or len(rates) != 2 or not isinstance(kept, int):
+            findings.append(Finding("nothing was loaded.", rank))
+        elif rates[0] != rates[1]:
+            findings.append(
+                Finding(
+                    f"the new optimiser was made with learning rates {rates[0]}; load_shards has "
+                    f"changed them to {rates[1]}. Learning rates are saved by others.",
+                    rank,
+                )
+            )
+        elif case.world_size > 1 and kept > KEPT_AT_MOST * state_bytes:
+            findings.append(
+                Finding(
+                    f"after load_shards the optimiser keeps {kept} bytes that are new. The whole "
+                    f"state, of all ranks, has {state_bytes}: expected this rank's share. A part "
+                    "that is a view keeps the whole vector alive.",
+                    rank,
+                )
+            )
+    return findings
 
 
 def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Finding]:
@@ -185,7 +260,7 @@ def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Fi
 def draw_reshard(draw: Draw) -> list[Values]:
     """Gradients for the steps before the checkpoint only; the same on all ranks."""
     one_each: tuple[tuple[int, ...], ...] = ((draw.world_size,),)  # a shard of one number per rank
-    groups = [(FIRST, {}), (TINY, {}), (one_each, {}), (SECOND, {})]
+    groups = [(FIRST, {}), (one_each, {}), (SECOND, {})]
     inputs = harness.draw_training(draw, groups, BEFORE)
     for values in inputs[1:]:
         values.update({k: v for k, v in inputs[0].items() if k.startswith("c")})
@@ -258,8 +333,8 @@ def _world_of(num_ranks: int, context: Context, outer: Any, name: str) -> Any:
 
 
 def _go_on(optimizer: Any, parameters: Any, answer: Values, name: str) -> None:
-    """One step with zero gradients, so that only momentum moves the parameters."""
-    torch.stack([(p * 0).sum() for p in parameters]).sum().backward()
+    """One step with gradients of nearly zero, so that only momentum moves the parameters."""
+    torch.stack([(p * 1e-20).sum() for p in parameters]).sum().backward()
     optimizer.reduce()
     optimizer.step()
     answer |= harness.arrays_of(parameters, name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from autograder.criteria.bonus_zero import harness
 from autograder.criteria.common import oracle
@@ -235,11 +236,12 @@ MOMENTUM = {"lr": LR, "momentum": 0.9}
 
 
 def draw_special(draw: Draw) -> list[Values]:
-    """Frozen parameters, a parameter that is given twice, and some missing gradients."""
+    """Frozen parameters, a parameter that is given twice, and some missing gradients; float64."""
     groups = [(FIRST, {}), (TINY, {}), (SECOND, {})]
-    inputs = harness.draw_training(draw, groups, 4, frozen=[1, 5], tied=[0])
+    inputs = harness.draw_training(draw, groups, 4, dtype="float64", frozen=[1, 5], tied=[0])
     for rank in range(draw.world_size):
         harness.leave_out(inputs, rank, 1, 0, 3)  # on all ranks
+        harness.leave_out(inputs, rank, 2, 0, 4)  # a whole group, on all ranks
         if rank != 0:
             harness.leave_out(inputs, rank, 0, 0, 6)
         if rank == draw.world_size - 1:
@@ -321,25 +323,28 @@ def judge_accumulate(case: Case) -> list[Finding]:
 
 
 def draw_order(draw: Draw) -> list[Values]:
-    """Three groups; rank, step and micro-batch decide which group lacks some or all gradients."""
+    """Three groups; rank and step decide which group lacks one or all of its gradients."""
     groups = [(FIRST, {}), (SECOND, {}), ([(5, 3), (4,)], {})]
-    inputs = harness.draw_training(draw, groups, 2, 2)
+    inputs = harness.draw_training(draw, groups, 4)
     ends = [int(n) for n in np.cumsum(inputs[0]["counts"])]
     for rank in range(draw.world_size):
-        for step in range(2):
-            for micro in range(2):
-                group = 2 - (rank + step + micro) % 3
-                numbers = range(ends[group] - inputs[0]["counts"][group], ends[group])
-                for i in numbers if micro else numbers[:1]:
-                    harness.leave_out(inputs, rank, step, micro, i)
+        for step in range(4):
+            group = 2 - (rank + step) % 3
+            numbers = range(ends[group] - inputs[0]["counts"][group], ends[group])
+            for i in numbers if step % 2 else numbers[:1]:
+                harness.leave_out(inputs, rank, step, 0, i)
     return inputs
 
 
 def observe_order(zero: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after all steps."""
+    """The parameters after all steps, each with a new optimiser and copies of the parameters.
+
+    Whether reduce() makes ready for the next backward is judged by other criteria.
+    """
     parameters = harness.make_parameters(inputs, context.device)
-    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
     for step in range(inputs["steps"]):
+        parameters = [nn.Parameter(p.detach().clone()) for p in parameters]
+        optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
         _step(optimizer, parameters, inputs, step)
     return harness.arrays_of(parameters, "p")
 

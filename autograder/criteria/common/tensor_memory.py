@@ -38,9 +38,13 @@ class TensorMemory(TorchFunctionMode):
             ref = StorageWeakRef(storage)
             if ref.cdata not in self._known:
                 self._alive[ref.cdata] = ref, storage.nbytes()
-        self._alive = {c: kept for c, kept in self._alive.items() if not kept[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
         return out
+
+    def alive_bytes(self) -> int:
+        """The bytes of new tensors that are alive now."""
+        self._alive = {c: kept for c, kept in self._alive.items() if not kept[0].expired()}
+        return sum(size for _, size in self._alive.values())
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
