@@ -676,8 +676,8 @@ check("btp_masks_outside", RankStream)
 # **Write `ParallelBlock(full, p=0.0, stream=None, enter=copy_in, leave=sum_out)`.**
 #
 # - `full` is a `Block` (anything with its attributes). The module has `norm1` and `norm2`, whole
-#   LayerNorms with copies of `full`'s weights, `attention` (task 4) and `mlp` (task 3). It computes
-#   what `full` computes.
+#   LayerNorms with copies of `full`'s weights (and its `eps`), `attention` (task 4) and `mlp`
+#   (task 3). It computes what `full` computes.
 # - The norms come *before* f. All ranks have the same input there, so their gradients are whole
 #   without a message, if f is where it belongs.
 # - Dropout with probability `p`, in training mode only, in three places: on the hidden features of
@@ -900,9 +900,10 @@ check("btp_loss_traffic", vocab_parallel_cross_entropy)
 #
 # - The parts are where `ParallelBlock` has them. `forward(x)` takes this rank's tokens
 #   [B, T / N, D] and returns this rank's tokens of the output.
-# - `finish_gradients()` is called by all ranks after backward. Then **all** gradients are right.
-#   Which are not, before? Whatever is replicated and has seen this rank's tokens only: both norms
-#   (weight and bias), and the biases of the two row-parallel layers, which are added *after* the
+# - `finish_gradients()` is called by all ranks after backward, once per step (also if a step has
+#   several backward passes, whose gradients add up). Then **all** gradients are right. Which are
+#   not, before? Whatever is replicated and has seen this rank's tokens only: both norms (weight and
+#   bias), and the biases of the two row-parallel layers, which are added *after* the
 #   reduce-scatter. Their gradients have to be summed. Forget it, and the norms of the ranks drift
 #   apart, silently.
 # - No all-reduce of activations, neither forward nor backward: two all-gathers and two

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from autograder.criteria.bonus_tensor_parallel.model import (
+    BATCH,
     HEAD,
     draw_block,
     fill_parts,
@@ -28,6 +30,7 @@ MLP, ATTENTION, NORMS = ("up", "down"), ("qkv", "out"), ("norm1", "norm2")
 WEIGHTS = ("out.w", "qkv.w", "qkv.b", "down.w", "up.w", "up.b")  # each rank's own parts
 NORM_GRADIENTS = ("norm1.w", "norm1.b", "norm2.w", "norm2.b")
 REPLICATED = ("out.b", "down.b", *NORM_GRADIENTS)
+FEWER = 3  # tokens of a shorter sequence
 
 
 def draw(source: Draw) -> list[Values]:
@@ -38,6 +41,20 @@ def draw(source: Draw) -> list[Values]:
 def draw_biased(source: Draw) -> list[Values]:
     """The inputs of `draw`, with biases in the row-parallel layers too."""
     return draw_block(source, row_bias=True)
+
+
+def draw_attention(source: Draw) -> list[Values]:
+    """The inputs of `draw_biased`, with a token for which head 0's scores are all zero."""
+    inputs = draw_biased(source)
+    for values in inputs:
+        values["qkv.b"][:HEAD] = 0
+        values["x"][0, 1] = 0
+    return inputs
+
+
+def draw_whole(source: Draw) -> list[Values]:
+    """The inputs of `draw`, with norms that add more than usual to the variance."""
+    return [values | {"eps": 0.2} for values in draw(source)]
 
 
 def build_mlp(build: Any, inputs: Values, context: Context) -> Any:
@@ -76,8 +93,15 @@ def observe_mlp(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_attention(build: Any, inputs: Values, context: Context) -> Values:
-    """Output and gradients of attention."""
-    return _run(build_attention(build, inputs, context), ATTENTION, inputs, context)
+    """Output and gradients of attention, and before and after that the output of fewer tokens."""
+    attention = build_attention(build, inputs, context)
+    fewer = tensor(inputs["x"][:, :FEWER], context)
+    with torch.no_grad():
+        before = attention(fewer)
+    answer = _run(attention, ATTENTION, inputs, context)
+    with torch.no_grad():
+        after = attention(fewer)
+    return answer | {"before": numbers(before), "after": numbers(after)}
 
 
 def observe_block(build: Any, inputs: Values, context: Context) -> Values:
@@ -102,8 +126,18 @@ def judge_mlp(case: Case) -> Iterator[Finding]:
 
 
 def judge_attention(case: Case) -> Iterator[Finding]:
-    """Requires the whole output on all ranks, and the gradients of each rank's parts."""
-    return _judge(case, "attend", ATTENTION)
+    """Requires the whole output on all ranks, and the gradients of each rank's parts.
+
+    As attention is causal, the first tokens alone give what they give with the others.
+    """
+    yield from _judge(case, "attend", ATTENTION)
+    right = solve(case.inputs[0], "attend")["y"][:, :FEWER]
+    for rank in range(case.world_size):
+        for key in ("before", "after"):
+            what = f"output of the first {FEWER} tokens, {key} a sequence of all"
+            if wrong := wrong_answer(case, key, rank, what, right):
+                yield wrong
+                break
 
 
 def judge_block(case: Case) -> Iterator[Finding]:
@@ -177,16 +211,40 @@ def judge_heads(case: Case) -> Iterator[Finding]:
 # --- with sequence parallelism -------------------------------------------------------------------
 
 
+def _own_tokens(array: np.ndarray, context: Context, *, grad: bool = False) -> torch.Tensor:
+    part = np.split(array, context.world_size, axis=1)[context.rank]
+    return tensor(part, context, grad=grad)
+
+
 def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
-    """A block whose input and output are this rank's tokens."""
+    """A block whose input and output are this rank's tokens; its output without gradients, too."""
     block = build_block(build, inputs, context)
-    n, rank = context.world_size, context.rank
-    x = tensor(np.split(inputs["x"], n, axis=1)[rank], context, grad=True)
+    x = _own_tokens(inputs["x"], context, grad=True)
     y = block(x)
-    y.backward(tensor(np.split(inputs["gy"], n, axis=1)[rank], context))
+    y.backward(_own_tokens(inputs["gy"], context))
     answer = {"y": numbers(y), "x": numbers(x.grad)}
     block.finish_gradients()
-    return answer | gradients(layers_of(block, (*NORMS, *ATTENTION, *MLP)))
+    answer |= gradients(layers_of(block, (*NORMS, *ATTENTION, *MLP)))
+    with torch.no_grad():
+        return answer | {"no_grad": numbers(block(_own_tokens(inputs["x"], context)))}
+
+
+STEPS = ("", "second step: ", "third step, two backward passes: ")
+
+
+def observe_norms(build: Any, inputs: Values, context: Context) -> Values:
+    """Gradients of three steps; in the last one, every sequence has a backward pass of its own."""
+    block = build_block(build, inputs, context)
+    x, gy = (_own_tokens(inputs[name], context) for name in ("x", "gy"))
+    answer: Values = {}
+    for step, size in zip(STEPS, (BATCH, BATCH, 1), strict=True):
+        block.zero_grad()
+        for some, gradient in zip(x.split(size), gy.split(size), strict=True):
+            block(some.clone().requires_grad_()).backward(gradient)
+        block.finish_gradients()
+        found = gradients(layers_of(block, (*NORMS, *ATTENTION, *MLP)))
+        answer |= {step + name: found[name] for name in REPLICATED}
+    return answer
 
 
 def judge_sequence(case: Case) -> Iterator[Finding]:
@@ -198,13 +256,19 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
             wrong_answer(case, "y", rank, "output, this rank's tokens", y)
             or wrong_part(case, rank, right, WEIGHTS)
             or wrong_answer(case, "x", rank, "gradient of the input", x)
+            or wrong_answer(case, "no_grad", rank, "output without gradients (torch.no_grad)", y)
         ):
             yield wrong
 
 
 def judge_norms(case: Case) -> Iterator[Finding]:
-    """Requires gradients of replicated parameters to be sums over the tokens of all ranks."""
+    """Requires gradients of replicated parameters to be sums over the tokens of all ranks.
+
+    All steps have the same sequences, so their gradients are the same.
+    """
     right = solve(case.inputs[0])
     for rank in range(case.world_size):
-        if wrong := wrong_part(case, rank, right, REPLICATED):
-            yield wrong
+        for step in STEPS:
+            if wrong := wrong_part(case, rank, right, REPLICATED, step):
+                yield wrong
+                break

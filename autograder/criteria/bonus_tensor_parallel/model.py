@@ -26,10 +26,12 @@ LAYERS = ("norm1", "qkv", "out", "norm2", "up", "down")
 class FullBlock(nn.Module):
     """A whole transformer block with the attributes that the lab's text names."""
 
-    def __init__(self, width: int, num_heads: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, width: int, num_heads: int, eps: float = 1e-5, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.norm1, self.norm2 = (nn.LayerNorm(width, dtype=dtype) for _ in range(2))
+        self.norm1, self.norm2 = (nn.LayerNorm(width, eps, dtype=dtype) for _ in range(2))
         self.qkv = nn.Linear(width, 3 * width, dtype=dtype)
         self.out = nn.Linear(width, width, dtype=dtype)
         self.up = nn.Linear(width, 4 * width, dtype=dtype)
@@ -68,7 +70,7 @@ def draw_block(
     num_heads = n * int(rng.integers(2, 4))
     width = HEAD * num_heads
     tokens = 2 * n if tokens is None else tokens
-    values: Values = {"heads": num_heads, "width": width}
+    values: Values = {"heads": num_heads, "width": width, "eps": 1e-5}
     full = FullBlock(width, num_heads)
     for name in LAYERS:
         layer = getattr(full, name)
@@ -102,7 +104,7 @@ def linear(weight: np.ndarray, bias: np.ndarray | None, context: Context) -> nn.
 
 def other_block(inputs: Values, context: Context) -> FullBlock:
     """A whole block whose weights differ from the weights that the parts will get."""
-    full = FullBlock(inputs["width"], inputs["heads"])
+    full = FullBlock(inputs["width"], inputs["heads"], inputs["eps"])
     for name in LAYERS:
         rolled = (np.roll(inputs[f"{name}.{kind}"].ravel(), 1) for kind in "wb")
         weight, bias = (
@@ -114,7 +116,7 @@ def other_block(inputs: Values, context: Context) -> FullBlock:
 
 def whole_block(values: Values) -> FullBlock:
     """The block that the oracle computes with."""
-    full = FullBlock(values["width"], values["heads"])
+    full = FullBlock(values["width"], values["heads"], values["eps"])
     for name in LAYERS:
         fill(getattr(full, name), values[f"{name}.w"], values[f"{name}.b"])
     return full
@@ -272,12 +274,18 @@ def wrong_answer(
     return oracle.differs(rank, what, got, expected, dtype="float64", hint=why)
 
 
-def wrong_part(case: Case, rank: int, expected: Values, names: Iterable[str]) -> Finding | None:
-    """A finding unless this rank's gradients `names` are its parts of the expected gradients."""
+def wrong_part(
+    case: Case, rank: int, expected: Values, names: Iterable[str], when: str = ""
+) -> Finding | None:
+    """A finding unless this rank's gradients `names` are its parts of the expected gradients.
+
+    Args:
+        when: which backward pass they come from; the answers' names begin with it.
+    """
     for name in names:
         right = part_of(name, expected[name], rank, case.world_size)
         layer, kind = name.split(".")
-        what = f"gradient of {layer}.{'weight' if kind == 'w' else 'bias'}"
-        if wrong := wrong_answer(case, name, rank, what, right):
+        what = f"{when}gradient of {layer}.{'weight' if kind == 'w' else 'bias'}"
+        if wrong := wrong_answer(case, when + name, rank, what, right):
             return wrong
     return None

@@ -6,46 +6,71 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from autograder.criteria.bonus_tensor_parallel.model import numbers, tensor, wrong_answer
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
+OTHER_DTYPES = ("float32", "float16", "bfloat16")
+
 
 def draw(source: Draw) -> list[Values]:
-    """Private tensors of three shapes, private gradients."""
-    shared = source.shared()
+    """Private tensors and gradients: of three shapes, one for each rank, one for each other dtype.
+
+    The tensors for the ranks have one shape, and each rank's gradient of its own is zero. Code
+    that sends no zeros so leaves out one sum on each rank: it gets wrong sums, and does not hang.
+    Tensors of other dtypes hold small whole numbers, whose sums are exact in all of them.
+    """
+    shared, n = source.shared(), source.world_size
     shapes = [shared.integers(2, 6, size).tolist() for size in (1, 3, 4)]
+    shapes += [shapes[1]] * (n + len(OTHER_DTYPES))
+    dtypes = ["float64"] * (3 + n) + list(OTHER_DTYPES)
     inputs = []
-    for rank in range(source.world_size):
+    for rank in range(n):
         rng = source.private(rank)
-        values: Values = {}
-        for i, shape in enumerate(shapes):
-            values |= {f"x{i}": rng.normal(size=shape), f"g{i}": rng.normal(size=shape)}
+        values: Values = {"dtypes": dtypes}
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+            x, g = rng.normal(0, 2, (2, *shape))
+            is_own = i == 3 + rank
+            values |= {f"x{i}": x, f"g{i}": 0 * g if is_own else g}
+            if dtype != "float64":
+                values |= {f"x{i}": np.round(x), f"g{i}": np.round(g)}
         inputs.append(values)
     return inputs
 
 
+def _wide(value: Any) -> np.ndarray:
+    """A tensor of any dtype as an array of float64."""
+    return numbers(value.double() if isinstance(value, torch.Tensor) else value)
+
+
 def observe(operator: Any, inputs: Values, context: Context) -> Values:
-    """Output and input gradient, and the arguments after both passes."""
+    """Outputs and input gradients, and the arguments and outputs after all passes."""
     answer: Values = {}
-    for i in range(sum(name[0] == "x" for name in inputs)):
-        x = tensor(inputs[f"x{i}"], context, grad=True)
-        gradient = tensor(inputs[f"g{i}"], context)
+    kept = []
+    for i, name in enumerate(inputs["dtypes"]):
+        dtype = getattr(torch, name)
+        x = tensor(inputs[f"x{i}"], context).to(dtype).requires_grad_()
+        gradient = tensor(inputs[f"g{i}"], context).to(dtype)
         y = operator(x)
-        answer[f"y{i}"] = numbers(y)
+        answer |= {f"y{i}": _wide(y), f"dtype{i}": str(y.dtype)}
         y.backward(gradient)
+        answer[f"d{i}"] = _wide(x.grad)
+        kept.append((x, gradient, y))
+    for i, (x, gradient, y) in enumerate(kept):
         answer |= {
-            f"d{i}": numbers(x.grad),
-            f"after x{i}": numbers(x),
-            f"after g{i}": numbers(gradient),
+            f"after x{i}": _wide(x),
+            f"after g{i}": _wide(gradient),
+            f"after y{i}": _wide(y),
+            f"after d{i}": _wide(x.grad),
         }
     return answer
 
 
 def _judge(case: Case, *, sum_forward: bool) -> Iterator[Finding]:
     kinds = ["all-reduce" if summed else "identity" for summed in (sum_forward, not sum_forward)]
-    for rank in range(case.world_size):
-        for i in range(sum(name[0] == "x" for name in case.inputs[0])):
+    for rank, answer in enumerate(case.answers):
+        for i, dtype in enumerate(case.inputs[0]["dtypes"]):
             own = {k: case.inputs[rank][f"{k}{i}"] for k in "xg"}
             total = {k: np.sum([v[f"{k}{i}"] for v in case.inputs], axis=0) for k in "xg"}
             right = (
@@ -59,14 +84,29 @@ def _judge(case: Case, *, sum_forward: bool) -> Iterator[Finding]:
             if wrong := wrong_answer(case, f"d{i}", rank, f"backward ({kinds[1]})", right["g"]):
                 yield wrong
                 break
-            for k, what in (("x", "argument"), ("g", "gradient that came in")):
-                if not np.array_equal(case.answers[rank].get(f"after {k}{i}", ()), own[k]):
-                    yield Finding(
-                        f"the {what} was changed; dist.all_reduce works in place, so give it a "
-                        "copy.",
-                        rank,
-                    )
-                    break
+            if answer.get(f"dtype{i}") != f"torch.{dtype}":
+                got = str(answer.get(f"dtype{i}"))[:20]
+                yield Finding(f"a tensor of {dtype} came out as {got}.", rank)
+                break
+            if changed := _find_changed(answer, i, own, rank):
+                yield changed
+                break
+
+
+def _find_changed(answer: Values, i: int, before: Values, rank: int) -> Finding | None:
+    for k, what in (("x", "argument"), ("g", "gradient that came in")):
+        if not np.array_equal(answer.get(f"after {k}{i}", ()), before[k]):
+            return Finding(
+                f"the {what} was changed; dist.all_reduce works in place, so give it a copy.", rank
+            )
+    for k, what in (("y", "tensor that was returned"), ("d", "gradient of the argument")):
+        if not np.array_equal(answer.get(f"after {k}{i}", ()), answer.get(f"{k}{i}", ())):
+            return Finding(
+                f"the {what} has changed after later calls: somebody may still be using it, so "
+                "each call needs memory of its own.",
+                rank,
+            )
+    return None
 
 
 def judge_f(case: Case) -> Iterator[Finding]:

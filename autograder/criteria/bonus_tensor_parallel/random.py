@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from autograder.criteria.bonus_tensor_parallel.model import (
@@ -22,27 +26,42 @@ from autograder.criteria.bonus_tensor_parallel.model import (
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.common.places import hashing_as
+from autograder.criteria.common.pretending import having
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 COUNT, P = 200, 0.5
 
 
 def draw(source: Draw) -> list[Values]:
-    """Four different random seeds, the same on all ranks."""
+    """Four different random seeds and 0, the same on all ranks."""
     rng = source.shared()
     names = ("common", "elsewhere", "seed", "other seed")
     seeds = {name: int(rng.integers(1, 10**6)) * 10 + i for i, name in enumerate(names)}
-    return [dict(seeds) for _ in range(source.world_size)]
+    return [seeds | {"seed zero": 0} for _ in range(source.world_size)]
 
 
 def _mask(context: Context) -> np.ndarray:
     return numbers(F.dropout(torch.ones(COUNT, device=context.device), P)) > 0
 
 
-def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values:
-    """Masks inside fork(): two of one stream, one with its seed again, one with a new seed.
+@contextmanager
+def _among_more(make_stream: Any, context: Context) -> Iterator[None]:
+    """Inside, the notebook believes that there is one rank more."""
+    n = context.world_size + 1
+    home = sys.modules.get(getattr(make_stream, "__module__", ""), sys.modules["__main__"])
+    names = getattr(make_stream, "__globals__", vars(home))
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=n),
+        having(names, {"WORLD_SIZE": n}),
+    ):
+        yield
 
-    The stream with the seed again is that of the next run, in a new process.
+
+def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values:
+    """Masks inside fork(): two of one stream, and one of each of four others.
+
+    The stream with the seed again is that of the next run, in a new process; one more with this
+    seed is among more ranks. The others have other seeds, one of them 0.
     """
     answer: Values = {}
     torch.manual_seed(inputs["common"])
@@ -52,9 +71,11 @@ def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values
             answer[name] = _mask(context)
     torch.manual_seed(inputs["elsewhere"])
     _mask(context)
-    for name, seed in (("again", "seed"), ("other", "other seed")):
+    for name, seed in (("again", "seed"), ("other", "other seed"), ("zero", "seed zero")):
         with hashing_as(1, make_stream), make_stream(inputs[seed]).fork():
             answer[name] = _mask(context)
+    with _among_more(make_stream, context), make_stream(inputs["seed"]).fork():
+        answer["more"] = _mask(context)
     return {name: mask.astype(np.int64) for name, mask in answer.items()}
 
 
@@ -78,18 +99,20 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 def judge_inside(case: Case) -> Iterator[Finding]:
     """Requires masks that differ by rank, fork() and seed, and repeat if the seed is the same."""
-    found = {name: _masks(case, name) for name in ("first", "second", "again", "other")}
+    names = ("first", "second", "again", "other", "zero", "more")
+    found = {name: _masks(case, name) for name in names}
     masks = {name: each for name, each in found.items() if each is not None}
-    if len(masks) < 4:
+    if len(masks) < len(names):
         yield Finding("F.dropout inside fork() did not draw masks.")
         return
-    for a, b in itertools.combinations(range(case.world_size), 2):
-        if _same(masks["first"][a], masks["first"][b]):
-            yield Finding(
-                f"inside fork() ranks {a} and {b} drop the same places. They hold different "
-                "features there, and the masks have to differ."
-            )
-            return
+    for name, seed in (("first", ""), ("zero", " with seed 0")):
+        for a, b in itertools.combinations(range(case.world_size), 2):
+            if _same(masks[name][a], masks[name][b]):
+                yield Finding(
+                    f"inside fork(){seed} ranks {a} and {b} drop the same places. They hold "
+                    "different features there, and the masks have to differ."
+                )
+                return
     for rank in range(case.world_size):
         if _same(masks["first"][rank], masks["second"][rank]):
             yield Finding(
@@ -105,6 +128,13 @@ def judge_inside(case: Case) -> Iterator[Finding]:
             )
         elif _same(masks["first"][rank], masks["other"][rank]):
             yield Finding("another seed gives the same mask.", rank)
+        elif not np.array_equal(masks["first"][rank], masks["more"][rank]):
+            n = case.world_size
+            yield Finding(
+                f"among {n + 1} ranks in place of {n} the same seed gives this rank another mask: "
+                "it depends on the seed and the rank, on nothing else.",
+                rank,
+            )
 
 
 def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Values:
@@ -199,6 +229,7 @@ def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
     y = block(tensor(inputs["x"], context, grad=True))
     y.backward(tensor(inputs["gy"], context))
     answer = {"y": numbers(y), "hidden": numbers(layers["up"].bias.grad)}
+    answer["down"] = numbers(layers["down"].weight.grad)
     with torch.no_grad():
         block.eval()
         answer["eval"] = numbers(block(tensor(inputs["x"], context)))
@@ -215,6 +246,11 @@ def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
         for each, value in (("out", 3.0), ("down", 7.0)):
             layers[each].bias.fill_(value)
         answer["both True"] = numbers(block(x) - x)
+        # All hidden features have one value, and a place of the output is the sum of them.
+        layers["down"].weight.fill_(1.0)
+        for each, value in (("up", 1.0), ("out", 0.0), ("down", 0.0)):
+            layers[each].bias.fill_(value)
+        answer["inside True"] = numbers(block(x) - x)
     return answer
 
 
@@ -224,6 +260,9 @@ def judge_block(case: Case) -> Iterator[Finding]:
     hidden = [answer.get("hidden") for answer in case.answers]
     if not all(is_floats(h, (4 * width // n,)) and np.isfinite(h).all() for h in hidden):
         yield Finding("mlp.up.bias has no finite gradient of its shape after a backward pass.")
+        return
+    if not all(is_floats(a.get("down"), (width, 4 * width // n)) for a in case.answers):
+        yield Finding("mlp.down.weight has no gradient of its shape after a backward pass.")
         return
     right = solve(case.inputs[0])["y"]
     dropped = [np.asarray(h) == 0 for h in hidden]
@@ -256,6 +295,12 @@ def _judge_block_of(
             "region dropout draws from the stream.",
             rank,
         )
+    elif not np.array_equal(dropped[rank], (answer["down"] == 0).all(0)):
+        yield Finding(
+            "the gradient of mlp.down.weight has zeros for other hidden features than the gradient "
+            "of mlp.up.bias: what is dropped forward and backward has to be the same.",
+            rank,
+        )
     elif not is_floats(y0):
         yield Finding("training mode: no output.", rank)
     elif wrong := oracle.differs(
@@ -276,6 +321,13 @@ def _judge_block_of(
                     rank,
                 )
                 return
+        if not _counts_doubled(answer.get("inside True")):
+            yield Finding(
+                "hidden features that were not dropped are not 1 / (1 - p) times what GELU gives: "
+                "dropout comes after GELU, as F.dropout does it.",
+                rank,
+            )
+            return
         both = answer.get("both True")
         if not is_floats(both) or len(np.unique(np.round(both))) < 4:
             yield Finding(
@@ -283,6 +335,13 @@ def _judge_block_of(
                 "each has a mask of its own.",
                 rank,
             )
+
+
+def _counts_doubled(sums: Any) -> bool:
+    """Whether all `sums` are whole multiples of GELU(1), dropped twice with p = 1/2."""
+    gelu = float(F.gelu(torch.ones((), dtype=torch.float64)))
+    counts = sums * (1 - P) ** 2 / gelu if is_floats(sums) else np.full(1, 0.5)
+    return bool(np.isclose(counts, np.round(counts), rtol=0, atol=1e-6).all())
 
 
 def _is_dropped(whole: Any, dropped: Any) -> bool:
