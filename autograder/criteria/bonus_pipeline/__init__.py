@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autograder.criteria.bonus_pipeline import emulated, model, plan, values
+from autograder.criteria.bonus_pipeline import emulated, model, plan, tokens, training, values
 from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
@@ -68,7 +68,7 @@ LAB = Lab(
         ),
         _run_emulated(
             name="pipe_tokens", title="integers in, float64 on the way", points=4,
-            draw=values.draw_tokens, observe=values.observe_tokens, judge=values.judge_tokens,
+            draw=tokens.draw_tokens, observe=tokens.observe_tokens, judge=tokens.judge_tokens,
         ),
         _run_emulated(
             name="pipe_scale", title="the mean of the micro-batches, not their sum", points=6,
@@ -76,7 +76,8 @@ LAB = Lab(
         ),
         _run_emulated(
             name="pipe_uneven", title="micro-batches of different sizes", points=5,
-            draw=values.draw_uneven, judge=values.judge_uneven,
+            draw=values.draw_uneven, observe=values.observe_uneven,
+            judge=values.judge_uneven,
         ),
         _run_emulated(
             name="pipe_accumulate", title="adds to the gradients that are there", points=4,
@@ -104,7 +105,7 @@ LAB = Lab(
         Criterion(
             name="pipe_train", title="one step of the optimizer per batch", points=6,
             task="Task 5, training", world="emulated", plan=charge_plan, deadline_s=40.0,
-            draw=values.draw_train, observe=values.observe_train, judge=values.judge_train,
+            draw=training.draw_train, observe=training.observe_train, judge=training.judge_train,
         ),
         Criterion(
             name="pipe_bytes", title="bytes of a pipeline and of data parallelism", points=4,

@@ -7,7 +7,9 @@ enforced by the stage in the student's process, so `judge_limit` also checks the
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +18,13 @@ import torch
 from torch import nn
 
 from autograder.criteria.bonus_pipeline import parts
-from autograder.criteria.bonus_pipeline.plan import FORWARD, gpipe_of, one_f_one_b_of
+from autograder.criteria.bonus_pipeline.plan import (
+    BACKWARD,
+    FORWARD,
+    Step,
+    gpipe_of,
+    one_f_one_b_of,
+)
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.emulated import charge_plan, even_cluster
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -33,6 +41,8 @@ MESSAGE_S = 0.5e-3  # time of a message: half of a forward
 # Relative to the best time. Sends that overlap with compute reach 1, blocking sends 1.2 and more.
 MOST_TIME = 1.06
 ATOL = 1e-5  # of activations, which are about 1
+# Received tensors that may outlive their backward pass: a loop's variables hold one or two.
+MOST_LEFT_OVER = 2
 
 
 # --- messages ------------------------------------------------------------------------------------
@@ -304,13 +314,41 @@ class _Room:
 
 
 class _SmallDevice(nn.Module):
-    """A stage on a device that has room for few micro-batches' activations."""
+    """A stage on a device that has room for few micro-batches' activations.
 
-    def __init__(self, stage: nn.Module, limit: int) -> None:
+    Nor has it room for what was received for micro-batches that have been backward.
+    """
+
+    def __init__(self, stage: nn.Module, limit: int, schedule: list[Step]) -> None:
         super().__init__()
         self.stage, self.room = stage, _Room(limit)
+        self.schedule = list(schedule)
+        self.received: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+
+    def remember(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Notes that `tensor` is for what this rank receives for micro-batch `i`."""
+        self.received.append((i, weakref.ref(tensor)))
+        return tensor
+
+    def left_over(self, x: torch.Tensor) -> list[int]:
+        """Micro-batches whose received tensor is alive, though they go backward before `x` comes.
+
+        Empty if `x` is not in the memory of a tensor that was remembered.
+        """
+        alive = {i: tensor for i, ref in self.received if (tensor := ref()) is not None}
+        now = [i for i, tensor in alive.items() if tensor.data_ptr() == x.data_ptr()]
+        before = self.schedule[: self.schedule.index((FORWARD, now[0]))] if now else []
+        return sorted(alive.keys() & {i for what, i in before if what == BACKWARD})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.left_over(x)) > MOST_LEFT_OVER:
+            gc.collect()
+        if len(left := self.left_over(x)) > MOST_LEFT_OVER:
+            raise MemoryError(
+                f"this rank still keeps what it has received for micro-batches {left}, which have "
+                "been backward. Is all of a micro-batch let go then (its input, too, and no sum of "
+                "losses with their graphs)?"
+            )
         if self.room.now >= self.room.limit:
             raise MemoryError(
                 f"this rank has room for the activations of {self.room.limit} micro-batches, and "
@@ -327,8 +365,10 @@ class _SmallDevice(nn.Module):
 def observe_limit(run_pipeline: Any, inputs: Values, context: Context) -> Values:
     """One call with room for what 1F1B keeps."""
     limit = context.world_size - context.rank
-    stage = _SmallDevice(parts.make_stage(inputs, context), limit)
-    run_pipeline(*parts.arguments(stage, inputs, context, 0))
+    steps = [(what, i) for what, i in inputs["cases"][0]["schedule"]]
+    stage = _SmallDevice(parts.make_stage(inputs, context), limit, steps)
+    *given, buffer = parts.arguments(stage, inputs, context, 0)
+    run_pipeline(*given, buffer and (lambda i: stage.remember(i, buffer(i))))
     return {"done": True} | parts.gradients_of(stage, 0)
 
 

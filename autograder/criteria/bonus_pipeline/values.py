@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from autograder.criteria.bonus_pipeline import parts
 from autograder.criteria.bonus_pipeline.plan import (
@@ -21,7 +20,6 @@ from autograder.criteria.bonus_pipeline.plan import (
     gpipe_of,
     one_f_one_b_of,
 )
-from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -48,7 +46,11 @@ def draw_gradients(draw: Draw) -> list[Values]:
 
 
 def draw_orders(draw: Draw) -> list[Values]:
-    """1F1B, GPipe with backwards in reverse order, one micro-batch at a time, a random order."""
+    """1F1B, GPipe backward in reverse order, one micro-batch at a time, a random order, a mixture.
+
+    In the mixture the first ranks do GPipe and the others 1F1B: what is sent to the first ranks is
+    long on its way, since they receive nothing before their last forward.
+    """
     rng, n = draw.shared(), draw.world_size
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     size, m = int(rng.integers(2, 5)), n + 2
@@ -62,6 +64,9 @@ def draw_orders(draw: Draw) -> list[Values]:
         forwards.reverse()
     mixed = [(FORWARD, i) for i in forwards] + [(BACKWARD, i) for i in backwards]
     parts.add_case(inputs, draw, _everywhere(draw, mixed), [size] * m)
+    m = 4 * n
+    mixture = [gpipe_of(m)] * (n // 2) + _one_f_one_b(draw, m)[n // 2 :]
+    parts.add_case(inputs, draw, mixture, [size] * m)
     return inputs
 
 
@@ -81,7 +86,9 @@ def judge_gradients(case: Case) -> list[Finding]:
         _, expected = parts.solve(case, number)
         what = f"{case.world_size} stages, {len(each['sizes'])} micro-batches"
         if case.inputs[-1]["cases"][number]["schedule"] != each["schedule"]:
-            what += ", 1F1B"
+            kinds = [kind for kind, _ in each["schedule"]]
+            is_gpipe = kinds == sorted(kinds, reverse=True)  # all forwards first
+            what += ", GPipe on the first ranks, 1F1B behind them" if is_gpipe else ", 1F1B"
         else:
             what += ", in the order " + " ".join(
                 f"{kind[0].upper()}{i}" for kind, i in each["schedule"][:24]
@@ -104,14 +111,19 @@ def draw_scale(draw: Draw) -> list[Values]:
 
 
 def draw_uneven(draw: Draw) -> list[Values]:
-    """Micro-batches of different sizes; a sample's target is repeated, as often as drawn."""
+    """Micro-batches of different sizes; a sample's target is repeated, as often as drawn.
+
+    Then as many of equal size, to compare with. As if all but the last were as large as the first,
+    no order of the sizes has the right sum.
+    """
     rng = draw.shared()
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
-    sizes = [int(s) for s in rng.permutation([1, 2, 4, 7])]
+    sizes = [int(s) for s in rng.permutation([1, 2, 4, 8])]
     parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(len(sizes))), sizes)
     repeats = [int(r) for r in rng.permutation([1, 2, 3, 5])]
     for values in inputs:
         values["cases"][0]["repeats"] = repeats
+    parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(len(sizes))), [3] * len(sizes))
     return inputs
 
 
@@ -143,20 +155,62 @@ def judge_scale(case: Case) -> list[Finding]:
     return []
 
 
+def observe_uneven(run_pipeline: Any, inputs: Values, context: Context) -> Values:
+    """Gradients and losses of all calls on this rank."""
+    answer: Values = {"losses": []}
+    for number in range(len(inputs["cases"])):
+        stage = parts.make_stage(inputs, context)
+        loss = run_pipeline(*parts.arguments(stage, inputs, context, number))
+        answer["losses"].append(parts.read_loss(loss))
+        answer |= parts.gradients_of(stage, number)
+    return answer
+
+
 def judge_uneven(case: Case) -> list[Finding]:
-    """The weight of a micro-batch is proportional to its number of samples."""
+    """The weight of a micro-batch is its share of the samples, in gradients and loss.
+
+    A factor that is wrong with micro-batches of equal size, too, is left to other criteria.
+    """
     last = case.world_size - 1
     sizes = case.inputs[0]["cases"][0]["sizes"]
-    expected = parts.solve(case, 0)[1][last]
-    grads = parts.vector(case.answers[last].get("g/0"), expected)
-    if grads is None:
+    solved = [parts.solve(case, number) for number in range(2)]
+    expected = [grads[last] for _, grads in solved]
+    grads = parts.vector(case.answers[last].get("g/0"), expected[0])
+    grads_of_equal = parts.vector(case.answers[last].get("g/1"), expected[1])
+    what = f"micro-batches of {sizes} samples"
+    if grads is None or grads_of_equal is None:
         return [Finding("no finite gradients came back.", last)]
-    off = np.abs(grads - parts.scale_of(grads, expected) * expected).max()
+    factor, equal = (
+        parts.scale_of(*pair) for pair in zip((grads, grads_of_equal), expected, strict=True)
+    )
+    off = np.abs(grads - factor * expected[0]).max()
     if not grads.any() or off > parts.RTOL * np.abs(grads).max():
         return [
             Finding(
-                f"micro-batches of {sizes} samples: the gradients do not have the direction of the "
-                "batch's. A micro-batch of n out of N samples counts n / N, not 1 / M.",
+                f"{what}: the gradients do not have the direction of the batch's. A micro-batch of "
+                "n out of N samples counts n / N, not 1 / M.",
+                last,
+            )
+        ]
+    if abs(equal - 1) <= parts.RTOL < abs(factor - 1):
+        return [
+            Finding(
+                f"{what}: the gradients are {factor:.6g} times those of the batch's mean loss, "
+                f"though right if all have 3 samples. N is the sum of all sizes: {sum(sizes)}.",
+                last,
+            )
+        ]
+    losses = [item_of(case.answers[last].get("losses"), k) for k in range(2)]
+    is_right = [
+        type(loss) is float and abs(loss - right) <= 1e-5 * abs(right)
+        for loss, (right, _) in zip(losses, solved, strict=True)
+    ]
+    if is_right[1] and not is_right[0]:
+        return [
+            Finding(
+                f"{what}: the loss of the batch is {solved[0][0]:.6g}, returned was "
+                f"{str(losses[0])[:20]}. It is right if all have 3 samples: a micro-batch of n "
+                "out of N samples counts n / N in the loss, too.",
                 last,
             )
         ]
@@ -261,136 +315,3 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
                     "have the direction of the batch's gradients.",
                     rank,
                 )
-
-
-# --- tokens --------------------------------------------------------------------------------------
-
-VOCABULARY, TOKENS = 11, 3
-
-
-def draw_tokens(draw: Draw) -> list[Values]:
-    """Integers (int32) for an embedding in the first stage; float64 between the stages."""
-    n = draw.world_size
-    inputs = parts.draw_stages(draw, [VOCABULARY] * (n + 1))
-    m = n + 1
-    parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [2] * m)
-    rng = draw.shared("tokens")
-    shape = (2 * m, TOKENS)
-    inputs[0]["x/0"] = rng.integers(0, VOCABULARY, shape, dtype=np.int32)
-    inputs[-1]["y/0"] = rng.integers(0, VOCABULARY, shape)
-    return inputs
-
-
-class _TokenStage(nn.Module):
-    """An embedding on the first rank, which is frozen, and a linear layer on each; in float64."""
-
-    def __init__(self, values: Values, is_first: bool, is_last: bool) -> None:
-        super().__init__()
-        self.linear = parts.Stage(values["w"], values["b"], is_last)
-        self.embedding = nn.Embedding(VOCABULARY, VOCABULARY).double() if is_first else None
-        if self.embedding is not None:
-            with torch.no_grad():
-                eye = torch.eye(VOCABULARY, dtype=torch.float64)
-                self.embedding.weight.copy_(eye + 0.1 * eye.roll(1, 0))
-            self.embedding.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x if self.embedding is None else self.embedding(x))
-
-
-def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def observe_tokens(run_pipeline: Any, inputs: Values, context: Context) -> Values:
-    """The gradients of a stage; the first stage has an embedding."""
-    is_last = context.rank == context.world_size - 1
-    stage = _TokenStage(inputs, context.rank == 0, is_last).to(context.device)
-    given = list(parts.arguments(stage, inputs, context, 0))
-    sizes, width = inputs["cases"][0]["sizes"], inputs["w"].shape[1]
-
-    def buffer(i: int) -> torch.Tensor:
-        return torch.zeros(sizes[i], TOKENS, width, dtype=torch.float64, device=context.device)
-
-    given[4:] = [_token_loss, None if context.rank == 0 else buffer]
-    run_pipeline(*given)
-    return parts.gradients_of(stage, 0)
-
-
-def judge_tokens(case: Case) -> list[Finding]:
-    """The gradients are those of one process in float64, up to a common factor."""
-    n = case.world_size
-    stages = [
-        _TokenStage(values, rank == 0, rank == n - 1) for rank, values in enumerate(case.inputs)
-    ]
-    h = torch.from_numpy(case.inputs[0]["x/0"])
-    for stage in stages:
-        h = stage(h)
-    _token_loss(h, torch.from_numpy(case.inputs[-1]["y/0"])).backward()
-    expected = [parts.gradients_of(stage, 0)["g/0"] for stage in stages]
-    return parts.judge_direction(
-        case, 0, "tokens in, an embedding in the first stage", expected, oracle.RTOL["float64"]
-    )
-
-
-# --- training ------------------------------------------------------------------------------------
-
-STEPS, LR = 4, 0.3
-
-
-def draw_train(draw: Draw) -> list[Values]:
-    """Several steps, each with a batch of its own."""
-    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
-    m = draw.world_size + 2
-    for _ in range(STEPS):
-        parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [3] * m)
-    return inputs
-
-
-def _optimizer(stage: nn.Module) -> torch.optim.Optimizer:
-    """SGD with steps of length LR, whatever factor the gradients have: `pipe_scale` checks it."""
-    optimizer = torch.optim.SGD(stage.parameters(), lr=LR)
-
-    def normalise(*_: Any) -> None:
-        grads = [p.grad for p in stage.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads).clamp(min=1e-30)
-        for grad in grads:
-            grad /= norm
-
-    optimizer.register_step_pre_hook(normalise)
-    return optimizer
-
-
-def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after a few steps."""
-    stage = parts.make_stage(inputs, context)
-    optimizer = _optimizer(stage)
-    for number in range(STEPS):
-        given = parts.arguments(stage, inputs, context, number)
-        train_step(given[0], optimizer, *given[1:])
-    return {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(stage.parameters())}
-
-
-def judge_train(case: Case) -> Iterator[Finding]:
-    """The parameters are those of one process that takes the same steps."""
-    stages = parts.stages_of(case)
-    optimizers = [_optimizer(stage) for stage in stages]
-    for number in range(STEPS):
-        stages.zero_grad()
-        x, y = parts.batch_of(case, number)
-        oracle.mse(stages(x), y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for rank, answer in enumerate(case.answers):
-        for i, p in enumerate(stages[rank].parameters()):
-            got = answer.get(f"p{i}")
-            start = case.inputs[rank]["wb"[i]]
-            hint = "One step of the optimizer per batch, from that batch's gradients only."
-            if isinstance(got, np.ndarray) and np.array_equal(got, start):
-                hint = "They have not changed."
-            right = p.detach().numpy()
-            if wrong := oracle.differs(
-                rank, f"parameter {i} after {STEPS} steps", got, right, hint=hint
-            ):
-                yield wrong
-                break

@@ -1,0 +1,89 @@
+"""Criterion for training with a pipeline: one step of the optimizer per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.bonus_pipeline import parts
+from autograder.criteria.bonus_pipeline.plan import gpipe_of
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+STEPS, LR = 4, 0.3
+
+
+def draw_train(draw: Draw) -> list[Values]:
+    """Several steps, each with a batch of its own, and gradients far larger than 1."""
+    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
+    m = draw.world_size + 2
+    for number in range(STEPS):
+        parts.add_case(inputs, draw, [gpipe_of(m)] * draw.world_size, [3] * m)
+        inputs[-1][f"y/{number}"] *= 100
+    return inputs
+
+
+class _Optimizer(torch.optim.SGD):
+    """SGD whose first step has length LR, whatever factor the gradients have: see `pipe_scale`.
+
+    From then on the learning rate stays as it is. Weights and biases are a group each.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__([{"params": [p]} for p in stage.parameters()], lr=LR)
+        self.is_first = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, after a call of `closure` if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.is_first:
+            params = [p for group in self.param_groups for p in group["params"]]
+            grads = [p.grad for p in params if p.grad is not None]
+            norm = nn.utils.get_total_norm(grads).clamp(min=1e-30).item()
+            for group in self.param_groups:
+                group["lr"] = LR / norm
+            self.is_first = False
+        super().step()
+        return loss
+
+
+def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
+    """The parameters after a few steps."""
+    stage = parts.make_stage(inputs, context)
+    optimizer = _Optimizer(stage)
+    for number in range(STEPS):
+        given = parts.arguments(stage, inputs, context, number)
+        train_step(given[0], optimizer, *given[1:])
+    return {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(stage.parameters())}
+
+
+def judge_train(case: Case) -> Iterator[Finding]:
+    """The parameters are those of one process that takes the same steps."""
+    stages = parts.stages_of(case)
+    optimizers = [_Optimizer(stage) for stage in stages]
+    for number in range(STEPS):
+        stages.zero_grad()
+        x, y = parts.batch_of(case, number)
+        oracle.mse(stages(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for rank, answer in enumerate(case.answers):
+        for i, p in enumerate(stages[rank].parameters()):
+            got = answer.get(f"p{i}")
+            start = case.inputs[rank]["wb"[i]]
+            hint = "One step of the optimizer per batch, from that batch's gradients only."
+            if isinstance(got, np.ndarray) and np.array_equal(got, start):
+                hint = "They have not changed."
+            right = p.detach().numpy()
+            if wrong := oracle.differs(
+                rank, f"parameter {i} after {STEPS} steps", got, right, hint=hint
+            ):
+                yield wrong
+                break
