@@ -35,7 +35,7 @@ class _Optimizer(torch.optim.SGD):
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__([{"params": [p]} for p in stage.parameters()], lr=LR)
-        self.is_first = True
+        self.stage, self.is_first = stage, True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, after a call of `closure` if there is one."""
@@ -44,8 +44,7 @@ class _Optimizer(torch.optim.SGD):
             with torch.enable_grad():
                 loss = closure()
         if self.is_first:
-            params = [p for group in self.param_groups for p in group["params"]]
-            grads = [p.grad for p in params if p.grad is not None]
+            grads = [p.grad for p in self.stage.parameters() if p.grad is not None]
             norm = nn.utils.get_total_norm(grads).clamp(min=1e-30).item()
             for group in self.param_groups:
                 group["lr"] = LR / norm

@@ -313,28 +313,32 @@ def _judge_block_of(
     ):
         yield wrong
     else:
-        for what, name in (("attention", "out"), ("the MLP", "down")):
-            if not _is_dropped(answer.get(f"{name} False"), answer.get(f"{name} True")):
-                yield Finding(
-                    f"what {what} returns is not dropped in training mode (in one place of two, "
-                    "the rest doubled) before it is added to x.",
-                    rank,
-                )
-                return
-        if not _counts_doubled(answer.get("inside True")):
+        yield from _judge_what_is_dropped(answer, rank)
+
+
+def _judge_what_is_dropped(answer: Values, rank: int) -> Iterator[Finding]:
+    for what, name in (("attention", "out"), ("the MLP", "down")):
+        if not _is_dropped(answer.get(f"{name} False"), answer.get(f"{name} True")):
             yield Finding(
-                "hidden features that were not dropped are not 1 / (1 - p) times what GELU gives: "
-                "dropout comes after GELU, as F.dropout does it.",
+                f"what {what} returns is not dropped in training mode (in one place of two, "
+                "the rest doubled) before it is added to x.",
                 rank,
             )
             return
-        both = answer.get("both True")
-        if not is_floats(both) or len(np.unique(np.round(both))) < 4:
-            yield Finding(
-                "what attention returns and what the MLP returns were dropped in the same places: "
-                "each has a mask of its own.",
-                rank,
-            )
+    if not _counts_doubled(answer.get("inside True")):
+        yield Finding(
+            "hidden features that were not dropped are not 1 / (1 - p) times what GELU gives: "
+            "dropout comes after GELU, as F.dropout does it.",
+            rank,
+        )
+        return
+    both = answer.get("both True")
+    if not is_floats(both) or len(np.unique(np.round(both))) < 4:
+        yield Finding(
+            "what attention returns and what the MLP returns were dropped in the same places: "
+            "each has a mask of its own.",
+            rank,
+        )
 
 
 def _counts_doubled(sums: Any) -> bool:

@@ -160,7 +160,8 @@ def _one_hot_model(inputs: Values) -> nn.Linear:
 def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     """Trains torch's DDP with the student's loop; returns final parameters and losses.
 
-    `train_steps` calls the loop a second time, to see in which mode it trains then.
+    If the loop leaves the model in eval mode, `train_steps` calls it again, to see in which mode it
+    trains then.
     """
     hot, order = inputs["hot"], inputs["order"]
     model = (_one_hot_model(inputs) if hot else oracle.mlp(inputs)).to(context.device)
@@ -201,7 +202,8 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     if losses is not None:
         answer["losses"] = np.array([float(loss) for loss in losses])
     if not hot:
-        run(num_epochs=1)  # in the same mode as the first time?
+        if not model.training:
+            run(num_epochs=1)
         answer["in eval mode"] = False in modes
     return answer
 
