@@ -90,14 +90,14 @@ def run() -> NoReturn:
     processor time, of which a user who grades one notebook waits for all.
     """
     code = main()
+    if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
+        sys.exit(code)  # Python waits for threads that still work
+    atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
         sys.exit(code)  # Python says what could not be written
-    if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
-        sys.exit(code)  # Python waits for threads that still work
-    atexit._run_exitfuncs()
     os._exit(code)
 
 
