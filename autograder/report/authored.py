@@ -42,20 +42,20 @@ def name_of(cell: NotebookNode) -> str:
     return str(cell.metadata.get("nbgrader", {}).get("grade_id") or "")
 
 
-# Of a class, many cells are equal, and each is looked at several times.
-_remembered = functools.lru_cache(maxsize=128)
-
-
-@_remembered
-def parse(source: str) -> ast.Module:
-    """The tree of a cell's code, which nobody may change; empty if it is not Python."""
+@functools.lru_cache(maxsize=128)  # of a class, many cells are equal; each is looked at often
+def _parsed(source: str) -> ast.Module | Exception:
     try:
         return ast.parse(source)
-    except Exception:  # untrusted source: too deep, with odd characters, or not Python
-        return ast.Module([], [])
+    except Exception as error:  # untrusted source: too deep, with odd characters, or not Python
+        return error.with_traceback(None)
 
 
-@_remembered
+def parse(source: str) -> ast.Module:
+    """The tree of a cell's code, which nobody may change; empty if it is not Python."""
+    tree = _parsed(source)
+    return tree if isinstance(tree, ast.Module) else ast.Module([], [])
+
+
 def code_of(source: str) -> str:
     """Plain Python with the same number of lines.
 
@@ -71,10 +71,6 @@ def code_of(source: str) -> str:
             break
         lines[number] = ""  # several may come first, such as %%rank 0 above %%writefile
     source = _SOLUTION.sub("", "\n".join(lines))
-    try:
-        ast.parse(source)
-    except SyntaxError:  # perhaps because of magics
+    if isinstance(_parsed(source), SyntaxError):  # perhaps because of magics
         return _MAGIC.sub(lambda m: f"{m[1]}magic({m[2]!r})", source)
-    except Exception:  # untrusted source: too deep, or with odd characters
-        pass
     return source

@@ -289,8 +289,7 @@ def judge_shares(case: Case) -> list[Finding]:
                     f"{sum(map(len, epoch))} places, expected {len(expected)}, each on one rank. A "
                     "shuffled loader on every rank deals the same samples out several times; ranks "
                     "have to share one permutation, though their default generators differ. And "
-                    "none is left out: a few that come twice "
-                    "fill the last places."
+                    "none is left out: a few that come twice fill the last places."
                 )
             ]
     return []

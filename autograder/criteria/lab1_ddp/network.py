@@ -58,11 +58,11 @@ def wrap(
     ddp_class: Any, inputs: Values, context: Context, doubles: Sequence[int]
 ) -> tuple[nn.Sequential, Any]:
     """The network and its DDP; without frozen parameters if the DDP refuses them."""
-    for frozen in (inputs.get("frozen", 0), 0):
-        module = make_model(inputs, context.broker, doubles, frozen)
-        try:
-            return module, ddp_class(module, bucket_cap_mb=inputs["cap_mb"])
-        except Exception:
-            if not frozen:
-                raise  # else `judge_tied` finds that
-    raise AssertionError("the last network has no frozen parameters")
+    frozen = inputs.get("frozen", 0)
+    module = make_model(inputs, context.broker, doubles, frozen)
+    try:
+        return module, ddp_class(module, bucket_cap_mb=inputs["cap_mb"])
+    except Exception:
+        if not frozen:
+            raise
+    return wrap(ddp_class, inputs | {"frozen": 0}, context, doubles)  # `judge_tied` finds that
