@@ -137,20 +137,37 @@ class SlurmCluster:
 
     def kill_node(self, node: str) -> None:
         """What a power cut does: slurmd and everything that it had started are gone at once."""
-        daemon = psutil.Process(self.daemons[node].pid)
-        # slurmstepd leaves slurmd's tree, but its command line names the spool folder's node.
-        mine = [daemon, *daemon.children(recursive=True)]
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                # A step's environment names the node; the daemon itself has none of it.
-                told = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-                marked = f"SLURM_CONF={self.folder}/slurm.conf".encode() in told
-                if marked and f"SLURMD_NODENAME={node}".encode() in told:
-                    mine += [process, *_steps_above(process)]
-        for process in mine:
+        # All are stopped before any is killed: a step that outlives its script reports its end.
+        stopped: set[psutil.Process] = set()
+        while found := self._parts_of(node) - stopped:
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.suspend()
+            stopped |= found
+        for process in stopped:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.daemons.pop(node).wait(timeout=20)
+
+    def _parts_of(self, node: str) -> set[psutil.Process]:
+        """A node's slurmd, its steps, and what they run."""
+        daemon = psutil.Process(self.daemons[node].pid)
+        parts = {daemon, *daemon.children(recursive=True)}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if self._is_step(process, node) or self._runs_for(process, node):
+                    parts.add(process)
+        return parts
+
+    def _is_step(self, process: psutil.Process, node: str) -> bool:
+        """Whether it is a slurmstepd of this node: only the log that it writes to says so."""
+        log = f"{self.folder}/slurmd-{node}.log"
+        return process.name() == "slurmstepd" and log in (f.path for f in process.open_files())
+
+    def _runs_for(self, process: psutil.Process, node: str) -> bool:
+        told = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        wanted = f"SLURM_CONF={self.folder}/slurm.conf", f"SLURMD_NODENAME={node}"
+        return all(word.encode() in told for word in wanted)
 
     def stop(self, name: str) -> None:
         """Ends a daemon as its service would."""
@@ -202,10 +219,6 @@ class SlurmCluster:
                 stdout=log,
                 stderr=log,
             )
-
-
-def _steps_above(process: psutil.Process) -> list[psutil.Process]:
-    return [above for above in process.parents() if above.name() == "slurmstepd"]
 
 
 def heed_ctrl_c() -> None:
