@@ -14,10 +14,10 @@ from autograder.box.gpus import divide, most_jobs, visible_gpus
 from autograder.criteria.criterion import Lab
 from autograder.records.progress import Announcer
 from autograder.records.record import Record
-from autograder.submission.attempt import back_off, grade, known_record, not_graded
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.scratch import remove_abandoned
+from autograder.submission.without_run import back_off, known_record, not_graded
 
 POOL_TRIES = 3
 # Runs the given submissions; returns the indices of those without a record, and the reason.
@@ -111,4 +111,11 @@ def _run_pool(
 ) -> dict[int, str]:
     pool.begin(class_run.lab_name)
     places = divide(visible_gpus(), jobs)
-    return pool.run_pool(partial(grade, class_run=class_run), todo, places, done)
+    return pool.run_pool(partial(_grade, class_run=class_run), todo, places, done)
+
+
+def _grade(submission: Submission, class_run: ClassRun) -> Record:
+    """What a worker does; the grader itself does not need torch, and so begins sooner."""
+    from autograder.submission.attempt import grade
+
+    return grade(submission, class_run)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
+from autograder.criteria import parts_of
 from minidist.processes import fork_server
 from minidist.processes.fork_server import Child, Server
 from minidist.processes.lifetime import die_with_parent
@@ -40,7 +41,7 @@ def begin(*labs: str) -> None:
     if _server is None:
         # The first optimizer of a judge imports torch._dynamo, which takes more than a second.
         preload = ["autograder.submission.attempt", "torch._dynamo"]
-        _server = Server([*preload, *(f"autograder.criteria.{lab}" for lab in labs)])
+        _server = Server([*preload, *(part for lab in labs for part in parts_of(lab))])
     with contextlib.suppress(OSError):  # in that case `fork` starts the server when needed
         _server.start()
 

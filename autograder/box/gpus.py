@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-
-import torch
+from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Set in a worker, which sees only its own GPUs: the number of GPUs that the grader has.
 ALL = "AUTOGRADER_NUM_GPUS"
+# Files of GPU drivers: NVIDIA's, on a server and on Jetson, AMD's, and that of Windows for Linux.
+_DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process sees, named as in CUDA_VISIBLE_DEVICES."""
-    count = torch.cuda.device_count()
+    count = _count()
     named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     return named[:count] or [str(index) for index in range(count)]
 
 
 def num_gpus() -> int:
     """How many GPUs the grader has; a worker of the grader sees only some of them."""
-    return int(os.environ.get(ALL) or torch.cuda.device_count())
+    return int(os.environ.get(ALL) or _count())
+
+
+def _count() -> int:
+    """How many GPUs torch sees; without a driver it is not asked, because its import takes long."""
+    if not any(any(Path("/dev").glob(name)) for name in _DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def most_jobs(count: int, world_size: int) -> int:

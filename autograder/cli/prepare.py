@@ -76,7 +76,6 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     labs = options.lab or lab_names()
     pool.begin(*labs)
     from autograder.box.sandbox import probe_support
-    from autograder.proof.draws import verify_draws
     from autograder.proof.verify import matrix_table, verify_lab
 
     proofs = []
@@ -89,6 +88,8 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     }
     for name in labs:
         if options.draws is not None:
+            from autograder.proof.draws import verify_draws  # imports torch
+
             proof = verify_draws(name, console, options.draws, **chosen)
             done = f"{proof.num_checks} checks of {proof.num_entries} submissions"
         else:

@@ -26,8 +26,8 @@ from autograder.gradebook.watching import Students, waits_for_its_turn, waits_fo
 from autograder.plain_text import clean, first_line, say
 from autograder.records.record import Record
 from autograder.records.version import graded_by
-from autograder.submission.attempt import known_record
 from autograder.submission.find import Found, display_name
+from autograder.submission.without_run import known_record
 
 _MANY = 10_000  # submissions that a cluster's queue may get at once
 

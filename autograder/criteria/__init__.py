@@ -1,4 +1,7 @@
-"""The criteria of every lab, one folder per lab; its `__init__.py` is the lab's table."""
+"""The criteria of every lab, one folder per lab; its `table.py` lists them.
+
+A lab's table is there without torch: see `later`. `parts_of` has the modules behind it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from autograder.criteria.criterion import Criterion, Lab
 
-__all__ = ["OURS", "find_criterion", "get_lab", "lab_names", "read_ours"]
+__all__ = ["OURS", "find_criterion", "get_lab", "lab_names", "parts_of", "read_ours"]
 
 OURS = "ours"  # module of a lab that students never have
 
@@ -29,7 +32,13 @@ def get_lab(name: str) -> Lab:
     """
     if name not in lab_names():
         raise ValueError(f"no lab is called {name!r}; there are: {', '.join(lab_names())}")
-    return importlib.import_module(f"{__name__}.{name}").LAB
+    return importlib.import_module(f"{__name__}.{name}.table").LAB
+
+
+def parts_of(lab: str) -> tuple[str, ...]:
+    """Names of a lab's modules, which a process imports before it forks those that need them."""
+    modules = pkgutil.iter_modules([str(Path(__path__[0], lab))], f"{__name__}.{lab}.")
+    return tuple(module.name for module in modules if not module.name.endswith(f".{OURS}"))
 
 
 def read_ours(lab: str) -> str:
@@ -43,13 +52,8 @@ def find_criterion(name: str) -> tuple[Lab, Criterion]:
     Raises:
         ValueError: no lab has a criterion of that name.
     """
-    # Importing a lab takes long, so the lab whose table contains the name comes first.
-    for lab in map(get_lab, sorted(lab_names(), key=lambda lab: not _names(lab, name))):
+    for lab in map(get_lab, lab_names()):
         for criterion in lab.criteria:
             if criterion.name == name:
                 return lab, criterion
     raise ValueError(f"no lab has a check called {name!r}")
-
-
-def _names(lab: str, name: str) -> bool:
-    return f'"{name}"' in Path(__path__[0], lab, "__init__.py").read_text("utf-8")

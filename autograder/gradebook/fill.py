@@ -21,10 +21,10 @@ from autograder.gradebook.late import keep_calendar
 from autograder.gradebook.preprocessors import refused
 from autograder.gradebook.roster import may_be_id
 from autograder.records.record import Record
-from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import IntakeLimits, sha256_of
+from autograder.submission.without_run import known_record
 
 
 def check_names(submissions: Sequence[Submission]) -> None:

@@ -43,11 +43,11 @@ from autograder.proof.bundled import is_bundled
 from autograder.records.record import Record
 from autograder.report.feedback import NOT_YET, Answer, Feedback, question_of, read_check
 from autograder.report.safe_html import shorten
-from autograder.submission.attempt import grade, known_record
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import read_submission, sha256_of
+from autograder.submission.without_run import known_record
 
 SHOWN_BYTES = 20_000  # of a file that is no notebook
 MODEL = "model answer"  # kind of a cell
@@ -119,6 +119,8 @@ class GradeWithReferee(_Bridge):
         class_run = ClassRun(course, lab.name, lab.grading_world_size, sandboxed=True)
         record = known_record(submission, class_run)  # may come from a machine with a sandbox
         if record is None:
+            from autograder.submission.attempt import grade  # with torch, which others spare
+
             bundled = not probe_support().works and is_bundled(submission.path, lab.name)
             sandboxed = choose_sandbox(self.trusted, bundled)
             record = grade(submission, replace(class_run, sandboxed=sandboxed))

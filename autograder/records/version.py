@@ -28,6 +28,7 @@ _SEEN_BY_SUBMISSIONS = (
     "criteria/__init__.py",
     "criteria/common",
     "criteria/criterion.py",
+    "criteria/later.py",
     "criteria/limits.py",
     "inside",
     "referee",

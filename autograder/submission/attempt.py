@@ -7,7 +7,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +18,10 @@ from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
 from autograder.box.cgroup import make_group
-from autograder.box.gpus import num_gpus
 from autograder.box.sandbox import Box, build_box, build_open
-from autograder.course.gates import apply_gates
+from autograder.criteria import parts_of
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
 from autograder.files import write_whole
-from autograder.records.grading import Grading
 from autograder.records.journal import Journal
 from autograder.records.record import Record
 from autograder.records.version import grader_version
@@ -31,11 +29,16 @@ from autograder.referee.referee import Referee, draw_for
 from autograder.submission.class_run import ClassRun
 from autograder.submission.engine import InfrastructureError, Session
 from autograder.submission.find import Submission
-from autograder.submission.intake import sha256_of
 from autograder.submission.scratch import scratch_folder
+from autograder.submission.without_run import (
+    all_with,
+    back_off,
+    known_record,
+    make_record,
+    not_graded,
+)
 
 INFRA_TRIES = 3
-INFRA_BACKOFF_S = 2.0  # wait after the grader's first failure; doubles with each further failure
 
 
 def grade(submission: Submission, class_run: ClassRun) -> Record:
@@ -52,8 +55,8 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
     key = class_run.key_of(intake.sha256)
     began = time.monotonic()
     if intake.notebook is None:
-        verdicts = _all(lab, Status.INVALID, intake.invalid or "not a notebook")
-        record = _record(submission, class_run, verdicts, began, sandboxed=False)
+        verdicts = all_with(lab, Status.INVALID, intake.invalid or "not a notebook")
+        record = make_record(submission, class_run, verdicts, began, sandboxed=False)
         return _filed(submission, class_run, journal, key, record)
     reason, seed_id = "", f"{submission.student}:{intake.sha256}"
     entry = {"key": key, "seed_id": seed_id, "grader_version": grader_version(lab.name)}
@@ -75,7 +78,7 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
         except Exception:
             reason = traceback.format_exc(limit=-3)
         else:
-            record = _record(submission, class_run, verdicts, began, class_run.sandboxed)
+            record = make_record(submission, class_run, verdicts, began, class_run.sandboxed)
             return _filed(submission, class_run, journal, key, record)
         with contextlib.suppress(OSError):  # on a full disk only the record tells of the failure
             journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
@@ -84,11 +87,6 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
     return not_graded(
         submission, class_run, f"The grader failed {INFRA_TRIES} times: {reason}", began
     )
-
-
-def back_off(failures: int) -> None:
-    """Waits after this many failures of the grader in a row, in case a resource was short."""
-    time.sleep(INFRA_BACKOFF_S * 2 ** (failures - 1))
 
 
 def _filed(
@@ -104,70 +102,6 @@ def _filed(
     except OSError as error:
         return not_graded(submission, class_run, f"The record could not be kept: {error}")
     return record
-
-
-def known_record(
-    submission: Submission,
-    class_run: ClassRun,
-    last: Mapping[str, Grading] | None = None,
-    finished: Mapping[str, Record] | None = None,
-) -> Record | None:
-    """The journal's record of the same bytes, lab, world size and grader, if there is one.
-
-    Args:
-        last: student -> last grading, from `grading.latest`. If the student's last grading is a
-            different one, the found record is journalled as this student's. This happens if
-            somebody else handed in the same bytes, or the student handed in an earlier version.
-        finished: `Journal.all_finished`, for callers that ask for many records: reading the
-            journal is slow.
-    """
-    if class_run.again:
-        return None
-    key, journal = class_run.key_of(sha256_of(submission.path)), class_run.journal
-    known = journal.finished(key) if finished is None else finished.get(key)
-    if known is None or list(known.by_name) != [c.name for c in class_run.lab.criteria]:
-        return None
-    blocked = any(c.status == Status.BLOCKED for c in known.criteria)
-    if blocked and num_gpus() > known.num_gpus:
-        return None  # the machine that graded it had too few GPUs; this machine has more
-    invalid = all(c.status == Status.INVALID for c in known.criteria)
-    if not invalid and not class_run.executed_path(key).is_file():
-        return None
-    # Somebody else may have handed in the same notebook, and points may have changed since.
-    found = replace(
-        known,
-        submission=str(submission.path.absolute()),
-        student=submission.student,
-        criteria=_with_points(known.criteria, class_run.lab),
-    )
-    own = last.get(submission.student) if last is not None else None
-    is_last = own is not None and (own.key, own.record.criteria) == (key, found.criteria)
-    if found.criteria != known.criteria or (last is not None and not is_last):
-        with contextlib.suppress(OSError):  # on a full disk the next grading writes it
-            journal.append_record(key, found)
-    return found
-
-
-def _with_points(verdicts: tuple[Verdict, ...], lab: Lab) -> tuple[Verdict, ...]:
-    """The verdicts with the current points of criteria, and the current gates."""
-    now = []
-    for verdict in verdicts:
-        most = lab[verdict.criterion].points
-        points = most if verdict.status == Status.PASS else 0.0
-        now.append(replace(verdict, points=points, max_points=most))
-    return apply_gates(lab, now)
-
-
-def not_graded(
-    submission: Submission, class_run: ClassRun, reason: str, began: float | None = None
-) -> Record:
-    """A record of the grader's failure (INFRA), without points.
-
-    The record is not journalled, so that the submission is graded again.
-    """
-    verdicts = _all(class_run.lab, Status.INFRA, reason)
-    began = time.monotonic() if began is None else began
-    return _record(submission, class_run, verdicts, began, class_run.sandboxed)
 
 
 def run_once(
@@ -273,9 +207,7 @@ class _Attempt:
             "MINIDIST_REFEREE": str(referee.path),
             "MINIDIST_RANK_INIT": "autograder.inside.probe:attach",
             # The launcher imports these once, so ranks need not: the first DDP needs torch._dynamo.
-            "MINIDIST_PRELOAD": ",".join(
-                ("torch._dynamo", "matplotlib.pyplot", f"autograder.criteria.{self.lab.name}")
-            ),
+            "MINIDIST_PRELOAD": ",".join(("torch._dynamo", *parts_of(self.lab.name))),
         }
         if self.class_run.sandboxed:
             return build_box(
@@ -309,27 +241,4 @@ def _not_run(criterion: Criterion) -> Verdict:
     )
     return Verdict(
         criterion.name, Status.NOT_RUN, 0.0, criterion.points, message, extra=criterion.extra
-    )
-
-
-def _all(lab: Lab, status: Status, message: str) -> list[Verdict]:
-    return [Verdict(c.name, status, 0.0, c.points, message, extra=c.extra) for c in lab.criteria]
-
-
-def _record(
-    submission: Submission,
-    class_run: ClassRun,
-    verdicts: list[Verdict],
-    began: float,
-    sandboxed: bool,
-) -> Record:
-    return Record(
-        submission=str(submission.path.absolute()),
-        student=submission.student,
-        lab=class_run.lab_name,
-        world_size=class_run.world_size,
-        seconds=round(time.monotonic() - began, 2),
-        sandboxed=sandboxed,
-        criteria=apply_gates(class_run.lab, verdicts),
-        num_gpus=num_gpus(),
     )

@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from made_records import hand_in, keep, made_record, make_course, stub_grading
 
 from autograder.batch import grade_class, pool
@@ -16,8 +15,8 @@ from autograder.batch.grade_class import default_jobs
 from autograder.batch.slurm import backend as slurm_jobs
 from autograder.box.gpus import ALL, VISIBLE, divide, most_jobs, num_gpus, visible_gpus
 from autograder.criteria import get_lab
-from autograder.submission.attempt import known_record
 from autograder.submission.find import Submission
+from autograder.submission.without_run import known_record
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def machine(monkeypatch):
     """Sets how many GPUs torch sees, and cores there are."""
 
     def has(gpus: int, cores: int = 64, visible: str | None = None) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr("autograder.box.gpus._count", lambda: gpus)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
         for name in (VISIBLE, ALL):
             monkeypatch.delenv(name, raising=False)

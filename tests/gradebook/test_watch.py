@@ -207,7 +207,7 @@ def test_a_failing_gradebook_costs_only_whose_it_is_and_is_tried_again(term, cap
 
 
 def test_our_failure_is_told_and_not_counted(term, monkeypatch, capsys):
-    from autograder.submission.attempt import not_graded
+    from autograder.submission.without_run import not_graded
 
     def fails(todo, class_run, jobs, done):
         for index, submission in todo.items():

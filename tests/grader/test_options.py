@@ -18,9 +18,9 @@ from autograder.criteria import get_lab
 from autograder.criteria.limits import GIB, Limits
 from autograder.records.journal import Journal
 from autograder.referee.practice import lab_of
-from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
+from autograder.submission.without_run import known_record
 
 POINTS = f"[points.{LAB}]\nddp_scaling = 10\nwrap_model = 0\n"
 

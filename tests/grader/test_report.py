@@ -19,8 +19,8 @@ from autograder.plain_text import MARKS, clean
 from autograder.records.record import Record
 from autograder.report.page import Part, write_page
 from autograder.report.terminal import reason, rich_table, write_csv
-from autograder.submission.attempt import not_graded
 from autograder.submission.find import Submission
+from autograder.submission.without_run import not_graded
 
 POINTS = {
     "setup": 5,

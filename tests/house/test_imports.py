@@ -240,7 +240,17 @@ def test_only_plots_and_widgets_import_matplotlib_and_ipywidgets():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", ["minidist", "minidist.kernel", "minidist.kernel.front"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "minidist",
+        "minidist.kernel",
+        "minidist.kernel.front",
+        *(f"autograder.criteria.{lab}.table" for lab in lab_names()),
+        *(f"autograder.cli.{part}" for part in ("collect", "grade_steps", "later", "watch_round")),
+        "autograder.proof.verify",
+    ],
+)
 def test_no_torch_where_it_would_only_cost_time(module):
     code = (
         f"import sys, {module}; print(sorted({{'torch', 'ipykernel', 'matplotlib'}} & "

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+
 import pytest
 
 from autograder.criteria import get_lab, lab_names
+from autograder.criteria.later import Later
 from autograder.referee.referee import draw_for
 
 
@@ -12,8 +16,20 @@ from autograder.referee.referee import draw_for
 def test_points_add_up(name):
     lab = get_lab(name)
     points = {c.name: c.points for c in lab.criteria if not c.extra}
-    where = f"change `points` in autograder/criteria/{name}/__init__.py, where they are"
+    where = f"change `points` in autograder/criteria/{name}/table.py, where they are"
     assert lab.max_score == sum(points.values()) == 100, f"{where} {points}"
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_every_function_of_a_table_is_there(name):
+    """A table imports them when they are called: a wrong name would be an error in a grade."""
+    for criterion in get_lab(name).criteria:
+        for function in (criterion.draw, criterion.observe, criterion.judge, criterion.plan):
+            while isinstance(function, partial):
+                function = function.func
+            function = inspect.unwrap(function) if function else None
+            if isinstance(function, Later):
+                assert callable(function.find()), f"{criterion.name}: {function.path}"
 
 
 @pytest.mark.parametrize("name", lab_names())
@@ -21,7 +37,7 @@ def test_grading_is_not_what_was_practised(name):
     lab = get_lab(name)
     assert len(lab.criteria) >= 10
     assert lab.practice_world_size != lab.grading_world_size, (
-        f"autograder/criteria/{name}/__init__.py: a solution for {lab.practice_world_size} ranks "
+        f"autograder/criteria/{name}/table.py: a solution for {lab.practice_world_size} ranks "
         "would pass"
     )
 

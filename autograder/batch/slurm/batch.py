@@ -20,10 +20,10 @@ from autograder.course.slurm_options import TIME_MARGIN_S, SlurmOptions
 from autograder.plain_text import say
 from autograder.records.journal import Journal
 from autograder.records.record import Record
-from autograder.submission.attempt import not_graded
 from autograder.submission.class_run import ClassRun, executed_path
 from autograder.submission.find import Submission
 from autograder.submission.intake import sha256_of
+from autograder.submission.without_run import not_graded
 
 HARVEST_S = 0.2  # time between two looks at the results' folder
 LATE_S = 600.0  # a job that is this long over Slurm's time limit will not end by itself

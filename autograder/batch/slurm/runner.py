@@ -31,9 +31,9 @@ from autograder.batch.slurm.signals import handling
 from autograder.course.course import Course, CourseError
 from autograder.course.slurm_options import SlurmOptions
 from autograder.records.journal import Journal
-from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
+from autograder.submission.without_run import known_record
 
 
 class JobRunner:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,9 @@ def draw(source: Draw, taken: int = STEPS) -> list[Values]:
         shapes += [(n, m), (n,), (m, n), (m,)]
     inputs = draw_gradients(source, shapes, STEPS, "float32", rank=RANK)
     return [values | {"taken": taken} for values in inputs]
+
+
+draw_many = partial(draw, taken=MANY)
 
 
 def observe(powersgd: Any, inputs: Values, context: Context) -> Values:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,9 +93,13 @@ def _chunks_problem(values: Any, numel: int, chunks: int) -> str | None:
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def draw_steps(draw: Draw, worlds: tuple[int, ...]) -> list[Values]:
+def _draw_worlds(draw: Draw, worlds: tuple[int, ...]) -> list[Values]:
     """Draws nothing: the criterion evaluates all ranks of all virtual worlds."""
     return [{"worlds": list(worlds)} for _ in range(draw.world_size)]
+
+
+draw_reduce = partial(_draw_worlds, worlds=VIRTUAL_WORLDS)
+draw_gather = partial(_draw_worlds, worlds=ALSO_ONE)
 
 
 def observe_steps(ring_steps: Any, inputs: Values, context: Context) -> Values:

@@ -23,7 +23,6 @@ BLOCKS = 2 * limited.BLOCKS
 PARAMETER_BYTES = 2 * limited.PARAMETER_BYTES
 STEPS, MICRO_BATCHES = 2, 2  # with one micro-batch, stage 1 might keep whole gradients
 LR = {1: 1e-3, 2: 1e-2}
-DEADLINE_S = limited.DEADLINE_S
 draw = limited.draw
 
 

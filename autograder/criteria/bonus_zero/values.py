@@ -349,12 +349,6 @@ def observe_order(zero: Any, inputs: Values, context: Context) -> Values:
     return harness.arrays_of(parameters, "p")
 
 
-IN_ORDER = (
-    "Groups are reduced in the same order on all ranks, whatever gradients a rank has: the last "
-    "first, and what is not complete at the end."
-)
-
-
 def judge_order(case: Case) -> list[Finding]:
     """Requires that no collective met a different one, and that no gradient was lost."""
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]

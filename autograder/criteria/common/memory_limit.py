@@ -49,7 +49,6 @@ SPREAD = (1.0, 0.3, 0.8, 0.4)
 # In float32, losses are off by at most 1e-4. Without AdamW's weight decay they are off by 7e-4
 # after one step, because the gains of all blocks multiply.
 RTOL = 4e-4
-DEADLINE_S = 60.0
 LAUNCH_DEADLINE_S = 50.0
 MEGABYTE = 2**20
 _BALLAST_BYTES = 4 * MEGABYTE  # freed after an error, so that there is memory to report it

@@ -258,8 +258,3 @@ def judge_cause(case: Case, cause: str) -> Iterator[Finding]:
                 rank,
             )
             break
-
-
-def functions(cause: str) -> dict[str, Any]:
-    """`draw` and `judge` for one cause, as keyword arguments of a criterion."""
-    return {"draw": partial(draw_cause, cause=cause), "judge": partial(judge_cause, cause=cause)}
