@@ -72,7 +72,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     for line in found.explain():
         say(console, clean(line))
     if options.executor == "pool":
-        pool.begin(options.lab)  # the fork server imports torch while this process imports, too
+        pool.begin(options.lab)  # it imports torch while this process looks at the class
     from autograder.cli.grade_steps import GradeCommand
 
     command = GradeCommand(options, console, course, found)

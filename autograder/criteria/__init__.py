@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -52,8 +53,13 @@ def find_criterion(name: str) -> tuple[Lab, Criterion]:
     Raises:
         ValueError: no lab has a criterion of that name.
     """
-    for lab in map(get_lab, lab_names()):
+    # A rank got the table that it needs from its launcher; to import all would take 40 ms.
+    for lab in map(get_lab, sorted(lab_names(), key=lambda lab: not _is_there(lab))):
         for criterion in lab.criteria:
             if criterion.name == name:
                 return lab, criterion
     raise ValueError(f"no lab has a check called {name!r}")
+
+
+def _is_there(lab: str) -> bool:
+    return f"{__name__}.{lab}.table" in sys.modules
