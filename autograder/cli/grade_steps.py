@@ -127,11 +127,9 @@ class GradeCommand:
         """
         files = [(record.student, Path(record.submission)) for record in records]
         try:
-            notebooks = read_class(self.course, self.lab.name, files)
-            pairs = similar.similar_in_class(self.course, self.lab.name, notebooks)
-            self.evidence = suspicious.suspicious_in_class(
-                self.course, self.lab.name, notebooks, records
-            )
+            notebooks = read_class(self.class_run, files)
+            pairs = similar.similar_in_class(self.class_run, notebooks)
+            self.evidence = suspicious.suspicious_in_class(self.class_run, notebooks, records)
             self.pairs = pairs
         except Exception:
             traceback.print_exc()

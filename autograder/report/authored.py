@@ -10,8 +10,7 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
-from autograder.course.course import Course
-from autograder.submission.intake import read_submission
+from autograder.submission.class_run import ClassRun
 
 _SOLUTION = re.compile(r"^[ \t]*### (?:BEGIN|END) SOLUTION[ \t]*$", re.MULTILINE)
 # `%magic`, `!command`, `?help`, `help?` on a separate line; also `x = %magic`, `x = !command`.
@@ -23,11 +22,10 @@ _MAGIC = re.compile(
 
 
 def read_class(
-    course: Course, lab: str, submissions: Sequence[tuple[str, Path]]
+    class_run: ClassRun, submissions: Sequence[tuple[str, Path]]
 ) -> dict[str, NotebookNode]:
     """Student -> the notebook that intake reads, without students whose file is invalid."""
-    master = course.master(lab)
-    read = {name: read_submission(path, master).notebook for name, path in submissions}
+    read = {name: class_run.read(path).notebook for name, path in submissions}
     return {name: notebook for name, notebook in read.items() if notebook is not None}
 
 

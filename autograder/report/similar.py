@@ -30,8 +30,8 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from autograder.course.course import Course
 from autograder.report.authored import code_of, is_given, name_of, parse, read_class
+from autograder.submission.class_run import ClassRun
 from autograder.submission.find import find_submissions
 
 RUN = 8  # number of consecutive tokens in a run
@@ -120,21 +120,21 @@ def find_similar(
     return sorted(found, key=lambda pair: (not pair.ours, -pair.share, pair.one, pair.other))
 
 
-def similar_in_class(course: Course, lab: str, notebooks: Mapping[str, NotebookNode]) -> list[Pair]:
+def similar_in_class(class_run: ClassRun, notebooks: Mapping[str, NotebookNode]) -> list[Pair]:
     """`find_similar` for the notebooks of a class, from `read_class`."""
-    ours = course_answers(course.root, lab) | earlier_terms(course, lab)
-    return find_similar(notebooks, course.master(lab), ours)
+    ours = course_answers(class_run.course.root, class_run.lab_name) | earlier_terms(class_run)
+    return find_similar(notebooks, class_run.master, ours)
 
 
-def earlier_terms(course: Course, lab: str) -> dict[str, NotebookNode]:
+def earlier_terms(class_run: ClassRun) -> dict[str, NotebookNode]:
     """The submissions of earlier terms, from the folders `build/earlier/TERM`, as handed in."""
     found: dict[str, NotebookNode] = {}
-    for term in sorted((course.build / "earlier").glob("*/")):
+    for term in sorted((class_run.course.build / "earlier").glob("*/")):
         try:
-            submissions = find_submissions([term], lab).submissions
+            submissions = find_submissions([term], class_run.lab_name).submissions
         except ValueError:
             continue  # nothing of this lab
-        read = read_class(course, lab, [(each.student, each.path) for each in submissions])
+        read = read_class(class_run, [(each.student, each.path) for each in submissions])
         found |= {f"{term.name}: {student}": notebook for student, notebook in read.items()}
     return found
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import nbformat
 from nbformat import NotebookNode
 
-from autograder.course.course import Course
 from autograder.criteria.criterion import Status
 from autograder.records.record import Record
 from autograder.report.authored import code_of, is_given, name_of, parse
 from autograder.report.reaching import module_names, reached
+from autograder.submission.class_run import ClassRun
 
 MAX_ROWS = 200  # rows in the report
 MAX_PER_STUDENT = 8
@@ -111,8 +111,7 @@ def evidence_in_record(record: Record) -> list[Evidence]:
 
 
 def suspicious_in_class(
-    course: Course,
-    lab: str,
+    class_run: ClassRun,
     notebooks: Mapping[str, NotebookNode],
     records: Sequence[Record],
 ) -> list[Evidence]:
@@ -121,7 +120,8 @@ def suspicious_in_class(
     Args:
         notebooks: student -> notebook, from `read_class`.
     """
-    path = course.root / "solutions" / lab / f"{lab}.ipynb"
+    lab = class_run.lab_name
+    path = class_run.course.root / "solutions" / lab / f"{lab}.ipynb"
     if not path.is_file():
         return []
     usual = usual_in(nbformat.read(path, as_version=4))

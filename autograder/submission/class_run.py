@@ -21,7 +21,7 @@ from autograder.submission.intake import Intake, read_submission
 
 @dataclass(frozen=True)
 class ClassRun:
-    """How a class is graded in one lab; lab, master, history and version are read once.
+    """How a class is graded in one lab; whatever it reads, submissions too, it reads once.
 
     Args:
         course: where files and key are.
@@ -69,9 +69,15 @@ class ClassRun:
         limits = repr(self.lab.limits).encode()
         return grader_version(self.lab_name, _what_matters(self.master), limits, code=code.encode())
 
+    @cached_property
+    def _read(self) -> dict[Path, Intake]:
+        return {}
+
     def read(self, path: Path) -> Intake:
-        """Reads a submission and puts the master's locked cells back."""
-        return read_submission(path, self.master)
+        """A submission with the master's locked cells put back; callers must not change it."""
+        if path not in self._read:
+            self._read[path] = read_submission(path, self.master)
+        return self._read[path]
 
     def key_of(self, sha256: str) -> str:
         """The key of a record, made from the file's bytes, lab, world size and version."""
@@ -82,8 +88,9 @@ class ClassRun:
         return executed_path(self.course, self.lab_name, key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that a worker needs, without the history, which may be long."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("history", "before")}
+        """The state that a worker needs, without what may be long."""
+        long = ("history", "before", "_read")
+        return {k: v for k, v in self.__dict__.items() if k not in long}
 
 
 def executed_path(course: Course, lab: str, key: str) -> Path:

@@ -24,6 +24,7 @@ from autograder.report.similar import (
     rows,
     similar_in_class,
 )
+from autograder.submission.class_run import ClassRun
 
 GIVEN = "import torch\nimport torch.distributed as dist\n"
 STUB = "def average(model):\n    raise NotImplementedError('not written yet')\n"
@@ -163,7 +164,8 @@ def test_an_earlier_terms_submission_is_found(tmp_path):
     target.parent.mkdir(parents=True)
     old.rename(target)
     new = hand_in(course, "ada", textwrap.dedent(DISGUISED))
-    [pair] = similar_in_class(course, LAB, read_class(course, LAB, [("ada", new)]))
+    run = ClassRun(course, LAB, 3, sandboxed=False)
+    [pair] = similar_in_class(run, read_class(run, [("ada", new)]))
     assert (pair.one, pair.other, pair.ours) == ("ada", "fall25: old", True)
 
 
@@ -212,7 +214,8 @@ def test_files_that_cannot_be_read_are_left_out(tmp_path):
     one = hand_in(course, "ada", textwrap.dedent(TASK))
     other = hand_in(course, "kim", textwrap.dedent(DISGUISED))
     files = [("ada", one), ("kim", other), ("lea", tmp_path / "broken.ipynb")]
-    [pair] = similar_in_class(course, LAB, read_class(course, LAB, files))
+    run = ClassRun(course, LAB, 3, sandboxed=False)
+    [pair] = similar_in_class(run, read_class(run, files))
     assert (pair.one, pair.other) == ("ada", "kim")
 
 
