@@ -7,6 +7,7 @@ person who opens the page; in formgrader this is the instructor, who may change 
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 from collections import Counter
@@ -59,6 +60,7 @@ MAX_FORMULA_CHARS = 2000
 _XMLNS = ' xmlns="http://www.w3.org/1998/Math/MathML"'
 _CUT = "[…] The rest is left out here; it is in the file that was handed in."
 _TAG = re.compile(r"<(/?)([a-z][a-z0-9]*)")
+_IMG_WITHOUT_ALT = re.compile(r"<img(?![^>]* alt=)")
 _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "wbr"}
 _RICH = ("text/html", "text/markdown", "text/latex", "image/svg+xml")
 
@@ -75,14 +77,15 @@ def clean(html: str | bytes) -> str:
     """The HTML with allowed tags and attributes only; other tags are shown as text.
 
     >>> clean('<b onclick="x()">a</b><script>b</script><img src="http://x/y.png">')
-    '<b>a</b>&lt;script&gt;b&lt;/script&gt;<img>'
+    '<b>a</b>&lt;script&gt;b&lt;/script&gt;<img alt="without a description">'
     """
     text = html.decode(errors="replace") if isinstance(html, bytes) else str(html)
     if len(text) > MAX_HTML_CHARS or _depth(text) > MAX_DEPTH:
         return f"{escape(text[:MAX_CELL_CHARS])} […]"
-    return bleach.clean(
+    cleaned = bleach.clean(
         text, tags=TAGS, attributes=_allowed, protocols={"http", "https", "mailto", "data"}
     )
+    return _IMG_WITHOUT_ALT.sub('<img alt="without a description"', cleaned)
 
 
 def _depth(text: str) -> int:
@@ -194,7 +197,17 @@ def markdown(context: Mapping[str, Any], source: str) -> str:
     >>> markdown({}, "**a** [b](javascript:x) <script>c</script>").strip()
     '<p><strong>a</strong> <a>b</a> &lt;script&gt;c&lt;/script&gt;</p>'
     """
-    renderer = _Renderer(context.get("cell", {}).get("attachments", {}))
+    attachments = context.get("cell", {}).get("attachments", {})
+    return _render(source, attachments) if attachments else _render_plain(source)
+
+
+@functools.lru_cache(maxsize=128)  # most texts of a class are equal
+def _render_plain(source: str) -> str:
+    return _render(source, {})
+
+
+def _render(source: str, attachments: dict[str, dict[str, str]]) -> str:
+    renderer = _Renderer(attachments)
     made = MarkdownWithMath(renderer=renderer).render(source)
     return renderer.put_formulas(clean(made).replace("<pre>", '<pre tabindex="0">'))
 
