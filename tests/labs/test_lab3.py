@@ -12,9 +12,9 @@ from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 from torch import nn
 
 from autograder.criteria import get_lab
-from autograder.criteria.common import memory_limit
+from autograder.criteria.common.memory_limit import BLOCKS, PARAMETER_BYTES
 from autograder.criteria.criterion import Case, Context
-from autograder.criteria.lab3_fsdp import gpu, memory, parts
+from autograder.criteria.lab3_fsdp import gpu, limit, memory, parts
 from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -155,7 +155,7 @@ def test_a_whole_training_state_does_not_fit():
     criterion = LAB["fsdp_budget"]
     inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, "test", 3))
     context = Context(0, 3, torch.device("cpu"))
-    answer = memory_limit.observe_function(whole_model, inputs[0], context)
+    answer = limit.observe_function(whole_model, inputs[0], context)
     findings = criterion.findings(make_case(LAB, criterion, [answer, {}, {}]))
     assert "out of memory" in findings[0].message
     assert not any(result["status"] == "ok" for result in answer["results"])
@@ -173,10 +173,10 @@ def test_a_signal_alone_is_not_called_lack_of_memory_only(text, otherwise):
 
 
 def test_the_allowance_lies_between_what_is_sharded_and_what_is_not():
-    unit = 1 / memory_limit.BLOCKS
+    unit = 1 / BLOCKS
     for copies in (2, 4):
         for num_ranks in range(2, 9):
-            allowed = memory_limit.allowance_bytes(num_ranks, copies) / memory_limit.PARAMETER_BYTES
+            allowed = limit.allowance_bytes(num_ranks, copies) / PARAMETER_BYTES
             assert allowed > copies / num_ranks + 15 * unit  # shards; gathered and reduced units
             assert allowed > 1 + 2 * unit  # the model as it is built, a unit and its shards
             assert allowed < copies / num_ranks + 1  # all units whole at once

@@ -10,12 +10,11 @@ from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.later import Later, later
 
-limit = Later("autograder.criteria.common.memory_limit")
 mark_steps = Later("autograder.criteria.common.emulated.mark_steps")
 draw_seeds = Later("autograder.criteria.common.gpu_meter.draw_seeds")
-activations, emulated, gpu, memory, planning, prefetch, saving, scratch, shards = later(
+activations, emulated, gpu, limit, memory, planning, prefetch, saving, scratch, shards = later(
     "autograder.criteria.lab3_fsdp",
-    "activations emulated gpu memory planning prefetch saving scratch shards",
+    "activations emulated gpu limit memory planning prefetch saving scratch shards",
 )
 
 _FORMULA = "Task 1, how much memory?"
