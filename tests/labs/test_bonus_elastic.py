@@ -10,6 +10,7 @@ from course import ROOT
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
+from autograder.criteria.bonus_elastic import interrupted, training_job
 from autograder.criteria.bonus_elastic import script as elastic_script
 from autograder.criteria.criterion import Case
 from autograder.proof.verify import choose_covering
@@ -76,7 +77,7 @@ def test_draws_are_fresh_and_serve_every_world_size(criterion, world_size):
 def test_a_rank_is_killed_between_two_checkpoints_of_its_run():
     for attempt in range(30):
         draw = draw_for(b"test", NAME, "elastic_rejoin", str(attempt), 3)
-        given = elastic_script.draw_rejoin(draw)[0]
+        given = interrupted.draw_rejoin(draw)[0]
         every = given["job"]["every"]
         assert sorted(given["ranks"]) == [1, 2, 3]
         for number, (step, rank) in enumerate(given["kills"]):
@@ -96,26 +97,26 @@ def test_the_undisturbed_script_has_batches_with_fewer_samples_than_ranks():
 
 def test_the_oracle_is_the_curve_that_passes():
     draw = draw_for(b"test", NAME, "elastic_rejoin", "", 3)
-    inputs = elastic_script.draw_rejoin(draw)
-    parameters, losses = elastic_script.expected_training(inputs[0])
+    inputs = interrupted.draw_rejoin(draw)
+    parameters, losses = training_job.expected_training(inputs[0])
     every = inputs[0]["job"]["every"]
     answer = {"losses": losses, "began": [0, every, 2 * every]}
     answer |= {f"p{i}": p for i, p in enumerate(parameters)}
     for run in ("whole", "done", "resumed"):
         answer |= {f"{run}/{k}": v for k, v in answer.items() if k == "losses" or k[0] == "p"}
-    assert elastic_script.judge_rejoin(Case(3, inputs, [answer, {}, {}])) == []
+    assert interrupted.judge_rejoin(Case(3, inputs, [answer, {}, {}])) == []
     one_bit = answer | {"resumed/losses": np.nextafter(losses, 2.0)}
-    assert elastic_script.judge_rejoin(Case(3, inputs, [one_bit, {}, {}]))
+    assert interrupted.judge_rejoin(Case(3, inputs, [one_bit, {}, {}]))
     off = answer | {"losses": losses * (1 + 1e-6)}
-    assert elastic_script.judge_rejoin(Case(3, inputs, [off, {}, {}]))
+    assert interrupted.judge_rejoin(Case(3, inputs, [off, {}, {}]))
     anew = answer | {"began": [0, 0, 0]}
-    assert elastic_script.judge_rejoin(Case(3, inputs, [anew, {}, {}]))
+    assert interrupted.judge_rejoin(Case(3, inputs, [anew, {}, {}]))
 
 
 def test_the_stand_in_has_what_the_script_imports():
     script = (ROOT / "solutions" / NAME / f"{NAME}.py").read_text("utf-8")
     (line,) = [x for x in script.splitlines() if x.startswith("# from elastic_parts import")]
     wanted = {name.strip() for name in line.partition(" import ")[2].split(",")}
-    tree = ast.parse(elastic_script.STAND_IN.read_text("utf-8"))
+    tree = ast.parse(training_job.STAND_IN.read_text("utf-8"))
     there = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert wanted <= there

@@ -8,8 +8,9 @@ from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.later import later
 
-loading, sampler, saving, script, shares, states, stopping = later(
-    "autograder.criteria.bonus_elastic", "loading sampler saving script shares states stopping"
+interrupted, loading, sampler, saving, script, shares, states, stopping = later(
+    "autograder.criteria.bonus_elastic",
+    "interrupted loading sampler saving script shares states stopping",
 )
 
 _SHARES = "Task 1, the same batch at any size"
@@ -87,10 +88,10 @@ LAB = Lab(
                 points=7, draw=script.draw_script, observe=script.observe_script,
                 judge=script.judge_script),
         _script(name="elastic_rejoin", title="the same curve after ranks left and joined",
-                points=9, draw=script.draw_rejoin, observe=script.observe_rejoin,
-                judge=script.judge_rejoin),
+                points=9, draw=interrupted.draw_rejoin, observe=interrupted.observe_rejoin,
+                judge=interrupted.judge_rejoin),
         _script(name="elastic_preempted", title="told to stop: saved once, a good end", points=4,
-                draw=script.draw_preempted, observe=script.observe_preempted,
-                judge=script.judge_preempted),
+                draw=interrupted.draw_preempted, observe=interrupted.observe_preempted,
+                judge=interrupted.judge_preempted),
     ),
 )  # fmt: skip
