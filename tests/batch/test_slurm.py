@@ -48,6 +48,7 @@ def cluster(tmp_path_factory):
 @pytest.fixture
 def course(tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    cluster.say("scancel", "--user=root", check=False)  # what a test that failed has left
     cluster.wait_idle()
     made = TestCourse.make(tmp_path / "course")
     (made.root / "course.toml").write_text(OPTIONS)
