@@ -29,23 +29,23 @@ _END_WITHIN_S = 20  # a worker that is told to end first stops what it has start
 _DIES_WITHIN_S = 5  # between the end of a worker's pipe and the end of the worker
 # In a worker: whether it was told to end. Not an Event: a second signal could wait for its lock.
 _ending = False
-_server: Server | None = None
+_servers: dict[bool, Server] = {}  # whether it has what grading needs -> the server
 
 
 def begin(*labs: str) -> None:
     """Starts the fork server, with the imports for these labs; returns at once.
 
     The server is made only once; workers for different labs import the missing modules themselves.
-    Without a lab nothing is graded on this machine, and the server does without torch.
+    Without a lab, it is one for other work than grading, which does without torch.
     """
-    global _server
-    if _server is None:
+    grades = bool(labs)
+    if grades not in _servers:
         # The first optimizer of a judge imports torch._dynamo, which takes more than a second.
-        graders = ["autograder.submission.attempt", "torch._dynamo"] if labs else []
+        graders = ["autograder.submission.attempt", "torch._dynamo"] if grades else []
         parts = [part for lab in labs for part in parts_of(lab)]
-        _server = Server(["autograder.records.journal", *graders, *parts])
+        _servers[grades] = Server(["autograder.records.journal", *graders, *parts])
     with contextlib.suppress(OSError):  # in that case `fork` starts the server when needed
-        _server.start()
+        _servers[grades].start()
 
 
 def run_pool(
@@ -149,13 +149,14 @@ class _Worker:
 
 
 def fork(work: Callable[..., object], *args: Any, **options: Any) -> Child:
-    """`fork_server.fork` from the server that has what a grader imports.
+    """`fork_server.fork` from the server that has what a grader imports, if there is one.
 
     Raises:
         OSError: no process could be started.
     """
-    begin()
-    return fork_server.fork(work, *args, server=_server, **options)
+    if not _servers:
+        begin()
+    return fork_server.fork(work, *args, server=_servers.get(True) or _servers[False], **options)
 
 
 def _start(work: Callable[[Any], Any], free: deque[Mapping[str, str]]) -> _Worker:

@@ -33,7 +33,7 @@ def get_lab(name: str) -> Lab:
     """
     if name not in lab_names():
         raise ValueError(f"no lab is called {name!r}; there are: {', '.join(lab_names())}")
-    return importlib.import_module(f"{__name__}.{name}.table").LAB
+    return importlib.import_module(_table(name)).LAB
 
 
 def parts_of(lab: str) -> tuple[str, ...]:
@@ -54,12 +54,12 @@ def find_criterion(name: str) -> tuple[Lab, Criterion]:
         ValueError: no lab has a criterion of that name.
     """
     # A rank got the table that it needs from its launcher; to import all would take 40 ms.
-    for lab in map(get_lab, sorted(lab_names(), key=lambda lab: not _is_there(lab))):
+    for lab in map(get_lab, sorted(lab_names(), key=lambda lab: _table(lab) not in sys.modules)):
         for criterion in lab.criteria:
             if criterion.name == name:
                 return lab, criterion
     raise ValueError(f"no lab has a check called {name!r}")
 
 
-def _is_there(lab: str) -> bool:
-    return f"{__name__}.{lab}.table" in sys.modules
+def _table(lab: str) -> str:
+    return f"{__name__}.{lab}.table"

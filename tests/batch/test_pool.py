@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -24,7 +25,7 @@ TIMES = 5
 def server(monkeypatch):
     """One that imports next to nothing, so that it may die often."""
     made = Server(["autograder.batch.pool"])
-    monkeypatch.setattr(pool, "_server", made)
+    monkeypatch.setattr(pool, "_servers", {True: made})
     yield made
     made.end()
 
@@ -206,3 +207,22 @@ def test_where_no_worker_can_be_started_every_task_is_told(server, monkeypatch):
     lost = run(square)
     assert lost.keys() == TASKS.keys()
     assert "could not be started (no more processes)" in lost[0]
+
+
+def tell_torch(pipe):
+    pipe.send("torch" in sys.modules)
+
+
+def test_torch_is_there_for_grading_only(monkeypatch):
+    """A login node, whose cluster grades, forks nbgrader from a server without torch."""
+    servers: dict[bool, Server] = {}
+    monkeypatch.setattr(pool, "_servers", servers)
+    try:
+        for labs in ((), ("lab1_ddp",)):
+            pool.begin(*labs)
+            child = pool.fork(tell_torch)
+            assert child.pipe.recv() is bool(labs)
+            child.close()
+    finally:
+        for server in servers.values():
+            server.end()

@@ -1,1 +1,0 @@
-"""Bonus: pipeline parallelism from scratch. 100 points on a CPU."""

@@ -1,1 +1,0 @@
-"""Bonus: gradient compression with PowerSGD. 100 points on a CPU."""

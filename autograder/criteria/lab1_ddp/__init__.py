@@ -1,1 +1,0 @@
-"""Lab 1: distributed data parallel. 100 points on a CPU."""
