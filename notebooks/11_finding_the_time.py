@@ -1205,7 +1205,7 @@ def replay_gain(kernels: int = 100, repeats: int = 50) -> tuple[float, float]:
     return milliseconds(work), milliseconds(graph.replay)
 
 
-if device.type == "cuda":
+if torch.cuda.is_available():
     print("100 kernels, ms: one by one {:.3f}, replayed {:.3f}".format(*replay_gain()))
 else:
     print("no GPU here")
