@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,11 @@ class Mesh:
     def coordinate(self, axis: str) -> int:
         """Where this rank stands on `axis`."""
         _check_axes((axis,))
-        return self.shape.coordinates(self.rank)[axis]
+        return self._coordinates[axis]
+
+    @cached_property
+    def _coordinates(self) -> dict[str, int]:
+        return self.shape.coordinates(self.rank)
 
     def ranks(self, axes: str | Sequence[str]) -> tuple[int, ...]:
         """Global ranks of `group(axes)`, in its order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from minidist.parallel.compression import (
     sum_in_place,
 )
 
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 SHAPES = [(6, 5), (7,), (3, 2, 2, 2), (1,), (), (0,), (9, 4)]
 
 
@@ -419,6 +421,11 @@ def train_with_hooks(steps: int, names: list[str]):
         results[name] = losses
     with pytest.raises(ValueError, match="got 'zip'"):
         register_torch_hook(None, "zip")  # type: ignore[arg-type]
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        pytest.raises(ValueError, match="trains on the CPU and sees a GPU"),
+    ):
+        register_torch_hook(DistributedDataParallel(nn.Linear(2, 2)), "powersgd")
     return results
 
 
@@ -429,7 +436,7 @@ def test_stock_ddp_trains_with_every_compressor(world_size):
     if world_size != 2:
         names = ["fp32", "int8+", "topk+", "powersgd+"]
     losses, _ = oracle(steps, world_size)
-    results = run(in_world, world_size, train_with_hooks, steps, names)[0]
+    results = run(in_world, world_size, train_with_hooks, steps, names, env=NO_GPU)[0]
     # Uncompressed: the oracle, to fp32's rounding.
     torch.testing.assert_close(results["fp32"], losses, rtol=1e-4, atol=1e-6)
     start, end = losses[0], sum(losses[-8:]) / 8

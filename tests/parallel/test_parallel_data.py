@@ -833,7 +833,7 @@ def native():
             optimizer.step()
         results[name] = grads, {n: p.detach() for n, p in model.named_parameters()}
     for hook in ("bf16", "other"):
-        with pytest.raises(ValueError, match="wrap_ddp: "):
+        with pytest.raises(ValueError, match="hook"):
             wrap_ddp(seeded(Net), DDPOptions(hook=hook))
     dist.barrier()
     dist.destroy_process_group()
@@ -843,7 +843,7 @@ def native():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_native_way(world_size):
     expected, parameters = oracle(Case(), world_size)
-    for rank, results in enumerate(run(native, world_size)):
+    for rank, results in enumerate(run(native, world_size, env={"CUDA_VISIBLE_DEVICES": ""})):
         for name, (grads, got) in results.items():
             what = f"rank {rank}, {name}"
             if name == "fp16":  # later steps of Adam magnify what was rounded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.common.places import hashing_as
-from autograder.criteria.common.pretending import having
+from autograder.criteria.common.pretending import having, namespace
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 COUNT, P = 200, 0.5
@@ -48,11 +47,9 @@ def _mask(context: Context) -> np.ndarray:
 def _among_more(make_stream: Any, context: Context) -> Iterator[None]:
     """Inside, the notebook believes that there is one rank more."""
     n = context.world_size + 1
-    home = sys.modules.get(getattr(make_stream, "__module__", ""), sys.modules["__main__"])
-    names = getattr(make_stream, "__globals__", vars(home))
     with (
         mock.patch.object(dist, "get_world_size", return_value=n),
-        having(names, {"WORLD_SIZE": n}),
+        having(namespace(make_stream), {"WORLD_SIZE": n}),
     ):
         yield
 

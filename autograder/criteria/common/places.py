@@ -7,16 +7,16 @@ WORLD_SIZE. These helpers let a rank believe that it is one of several nodes.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
-from autograder.criteria.common.pretending import having
+from autograder.criteria.common.pretending import having, namespace, pretending
 from autograder.criteria.criterion import Context, Values
 
 Observe = Callable[[Any, Values, Context], Values]
@@ -49,16 +49,39 @@ def on_two_nodes(observe: Observe) -> Observe:
 
     Not on GPUs, where LOCAL_RANK says which one is free.
     """
+    return _on_nodes(observe, lambda world_size: max(1, world_size - 1))
 
+
+def on_own_node(observe: Observe) -> Observe:
+    """`observe`, with each rank on a node of its own, as far as the environment tells.
+
+    Not on GPUs, where LOCAL_RANK says which one is free.
+    """
+    return _on_nodes(observe, lambda world_size: 1)
+
+
+def _on_nodes(observe: Observe, per_node: Callable[[int], int]) -> Observe:
     @wraps(observe)
     def observed(subject: Any, inputs: Values, context: Context) -> Values:
-        if context.device.type != "cpu" or context.world_size == 1:
+        if context.device.type != "cpu":
             return observe(subject, inputs, context)
-        places = environment(context.rank, context.world_size, context.world_size - 1)
-        with mock.patch.dict(os.environ, places):
+        places = environment(context.rank, context.world_size, per_node(context.world_size))
+        with mock.patch.dict(os.environ, places), without_gpus(subject):
             return observe(subject, inputs, context)
 
     return observed
+
+
+def without_gpus(written: Any) -> AbstractContextManager[None]:
+    """Inside, torch finds no GPU, for ranks on the CPU whose environment tells of fewer ranks.
+
+    A machine may have fewer GPUs than ranks, but enough for a node of the environment.
+
+    Args:
+        written: of the notebook; it may have imported torch's functions by name.
+    """
+    instead = {(torch.cuda, "is_available"): lambda: False, (torch.cuda, "device_count"): lambda: 0}
+    return pretending(written, instead)
 
 
 @contextmanager
@@ -97,9 +120,7 @@ def hashing_as(process: int, written: Any) -> Iterator[None]:
     def own(value: object) -> int:
         return hash((process, hash(value))) if has_text(value) else hash(value)
 
-    home = sys.modules.get(getattr(written, "__module__", ""), sys.modules["__main__"])
-    names = getattr(written, "__globals__", vars(home))
-    with having(names, {"hash": own}):
+    with having(namespace(written), {"hash": own}):
         yield
 
 
@@ -126,5 +147,5 @@ def ordering_sets_as(process: int, written: Any) -> Iterator[None]:
         def __reduce__(self) -> Any:
             return set, (list(self),)  # other ranks get a plain one
 
-    with having(getattr(written, "__globals__", {}), {"set": OwnOrder}):
+    with having(namespace(written), {"set": OwnOrder}):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from unittest import mock
 def pretending(function: Any, instead: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Replaces attributes of modules, also where the student's code has imported them by name."""
     originals = {getattr(module, name, None): new for (module, name), new in instead.items()}
-    names = getattr(function, "__globals__", {})
+    names = namespace(function)
     imported = {
         name: originals[value]
         for name, value in names.items()
@@ -23,6 +24,14 @@ def pretending(function: Any, instead: Mapping[tuple[Any, str], Any]) -> Iterato
             stack.enter_context(mock.patch.object(module, name, new, create=True))
         stack.enter_context(having(names, imported))
         yield
+
+
+def namespace(written: Any) -> dict[str, Any]:
+    """The global names that a function or class of the notebook uses; of several, those of the
+    first."""
+    first = written[0] if isinstance(written, tuple) else written
+    home = sys.modules.get(getattr(first, "__module__", ""), sys.modules["__main__"])
+    return getattr(first, "__globals__", vars(home))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.common.places import on_two_nodes
-from autograder.criteria.common.pretending import having, pretending
+from autograder.criteria.common.pretending import having, namespace, pretending
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import norm
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -181,7 +181,7 @@ def _devices_of_autocast(amp_step: Any, inputs: Values) -> list[str]:
 
     module = oracle.mlp(inputs).to(ELSEWHERE)
     batch = tuple(torch.from_numpy(inputs[f"{n}/0"][0]).to(ELSEWHERE) for n in "xy")
-    names = getattr(amp_step, "__globals__", {})
+    names = namespace(amp_step)
     places = {"DEVICE": torch.device(ELSEWHERE)} if "DEVICE" in names else {}
     # No step comes of it: such data have no values. Autocast is asked before that shows.
     with (

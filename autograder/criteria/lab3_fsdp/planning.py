@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.common.answers import is_close, item_of, returned
+from autograder.criteria.common.places import on_own_node
 from autograder.criteria.common.timed_collectives import TimedCollectives
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp.memory import STRATEGIES, plain, state_bytes
@@ -74,6 +75,7 @@ def draw_throughput(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_own_node
 def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values:
     """What both functions return, and how often `throughput` called a step."""
     throughput, scaling_efficiency = subject

@@ -18,6 +18,7 @@ from torch import nn
 
 from autograder.criteria.common import answers, oracle
 from autograder.criteria.common.answers import is_floats, item_of
+from autograder.criteria.common.places import on_own_node
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -179,6 +180,7 @@ def _schedule(optimizer: torch.optim.Optimizer) -> None:
         group["betas"] = (first * FIRST_BETA, second)
 
 
+@on_own_node
 def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Values:
     """Trains and saves; every rank returns what is then in its own folder."""
     model, optimizer = _sharded(inputs, context.device)
@@ -305,6 +307,7 @@ def _num_missing(saved: Any, wanted: np.ndarray) -> int:
     return int((off > oracle.RTOL["float32"] * np.abs(wanted).max()).sum())
 
 
+@on_own_node
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     """Saves, trains on; then loads into a model with different weights, and trains that."""
     save_checkpoint, load_checkpoint = subject

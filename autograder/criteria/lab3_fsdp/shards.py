@@ -10,10 +10,12 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import returned, told
+from autograder.criteria.common.places import on_own_node
 from autograder.criteria.criterion import Case, Context, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
 
+@on_own_node
 def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """The shards before a step, and the bytes that a rank holds after the step."""
     model = oracle.mlp(inputs).to(context.device)

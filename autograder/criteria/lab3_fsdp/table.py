@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from autograder.criteria.common.own_node import on_own_node
 from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.later import Later, later
@@ -72,21 +71,21 @@ LAB = Lab(
         ),
         _scratch(
             name="fsdp_shards", title="each rank keeps 1/N", points=7, draw=scratch.draw_mlp,
-            observe=on_own_node(shards.observe_shards), judge=shards.judge_shards,
+            observe=shards.observe_shards, judge=shards.judge_shards,
         ),
         _scratch(
             name="fsdp_forward", title="the output is the whole model's", points=6,
-            draw=scratch.draw_forward, observe=on_own_node(scratch.observe_forward),
+            draw=scratch.draw_forward, observe=scratch.observe_forward,
             judge=scratch.judge_forward,
         ),
         _scratch(
             name="fsdp_gradients", title="shards get the mean over ranks", points=7,
-            draw=scratch.draw_forward, observe=on_own_node(scratch.observe_gradients),
+            draw=scratch.draw_forward, observe=scratch.observe_gradients,
             judge=scratch.judge_gradients,
         ),
         _scratch(
             name="fsdp_accumulate", title="a second backward adds", points=4,
-            draw=scratch.draw_mlp, observe=on_own_node(scratch.observe_accumulate),
+            draw=scratch.draw_mlp, observe=scratch.observe_accumulate,
             judge=scratch.judge_accumulate,
         ),
         _limited(
@@ -131,16 +130,16 @@ LAB = Lab(
         ),
         _saving(
             name="fsdp_save", title="whole tensors, written by rank 0", points=6,
-            world="emulated", observe=on_own_node(saving.observe_save), judge=saving.judge_save,
+            world="emulated", observe=saving.observe_save, judge=saving.judge_save,
         ),
         _saving(
             name="fsdp_resume", title="goes on as if it had never stopped", points=5,
             stand_ins=("save_checkpoint",), relies_on=("fsdp_save",),
-            observe=on_own_node(saving.observe_resume), judge=saving.judge_resume,
+            observe=saving.observe_resume, judge=saving.judge_resume,
         ),
         Criterion(
             name="fsdp_throughput", title="samples per second of all ranks", task=_SPEED, points=4,
-            draw=planning.draw_throughput, observe=on_own_node(planning.observe_throughput),
+            draw=planning.draw_throughput, observe=planning.observe_throughput,
             judge=planning.judge_throughput,
         ),
         Criterion(

@@ -15,11 +15,35 @@ quantisation and batched PowerSGD hooks do not run on gloo at all (torch 2.13), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from minidist.errors import named_rank
+from minidist.unsupported import Unsupported
+
+BF16_HOOK = Unsupported(
+    "wrap_ddp, register_torch_hook",
+    "bf16 messages of torch's DDP on gloo",
+    instead='use "fp16" or minidist.parallel.compression',
+)
+POWERSGD_BESIDE_GPUS = Unsupported(
+    "wrap_ddp, register_torch_hook",
+    "gradients on the CPU, on a machine with a GPU, in torch's PowerSGD hook, which waits for that "
+    "GPU and fails",
+    instead="give these ranks CUDA_VISIBLE_DEVICES='', or use minidist.parallel.compression",
+)
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "none": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "powersgd": powerSGD_hook.powerSGD_hook,
+}
 
 
 def register_torch_hook(
@@ -30,7 +54,7 @@ def register_torch_hook(
     start_step: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Register torch's "none", "fp16" or "powersgd" hook.
+    """Register torch's "none", "fp16", "bf16" or "powersgd" hook.
 
     Args:
         rank: columns of PowerSGD's matrices.
@@ -39,17 +63,21 @@ def register_torch_hook(
 
     Returns:
         The hook's state: a `PowerSGDState`, or the group.
+
+    Raises:
+        ValueError: there is no such hook, or not on this backend or device.
     """
+    if name not in _HOOKS:
+        raise ValueError(f"the hook is {', '.join(_HOOKS)}; got {name!r} on {named_rank()}")
+    if name == "bf16" and (backend := dist.get_backend(group)) != "nccl":
+        raise BF16_HOOK.error(f"torch's bf16 hook needs nccl, got {backend} on {named_rank()}")
+    state: Any = group
     if name == "powersgd":
+        on_cpu = next(ddp.parameters()).device.type == "cpu"
+        if on_cpu and torch.cuda.is_available():
+            raise POWERSGD_BESIDE_GPUS.error(f"{named_rank()} trains on the CPU and sees a GPU")
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step
         )
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return state
-    hooks = {"none": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
-    if name not in hooks:
-        raise ValueError(
-            f'register_torch_hook: name must be "none", "fp16" or "powersgd", got {name!r}'
-        )
-    ddp.register_comm_hook(group, hooks[name])
-    return group
+    ddp.register_comm_hook(state, _HOOKS[name])
+    return state

@@ -1,8 +1,7 @@
 """Data parallelism, step 4 of 4: bucketed all-reduces that overlap with backward.
 
-This does in Python what torch's DistributedDataParallel does. Hooks copy gradients into buckets as
-they appear. As soon as all gradients of a bucket have arrived, the bucket is reduced while backward
-continues.
+This does in Python what torch's DistributedDataParallel does. As soon as all gradients of a bucket
+have arrived, they are copied into it, and it is reduced while backward continues.
 
     backward:   | layer 3 | layer 2 | layer 1 |
     network:              | bucket 0 | bucket 1 | bucket 2 |
@@ -12,7 +11,7 @@ Phases:
     1. wrap      compare the models, broadcast rank 0's, make buckets, hook the parameters
     2. forward   broadcast buffers, run the module, watch its outputs
     3. begin     the first gradient of an output or a parameter: backward has started
-    4. arrive    a parameter's gradient is complete: copy it to its bucket; launch buckets in order
+    4. arrive    a parameter's gradient is complete; fill and launch complete buckets, in order
     5. finish    end of backward: fill in missing gradients, launch the rest, wait, deliver
 
 Example::
@@ -60,6 +59,7 @@ from minidist.parallel.data.replicas import (
     broadcast_state,
     check_no_new_parameters,
     check_same_model,
+    quick_modules,
     refuse_copy,
 )
 from minidist.unsupported import Unsupported
@@ -170,7 +170,7 @@ class BucketedDDP(nn.Module):
         self._running: weakref.ref[Any] | None = None  # dies with the backward that reduces
         self._task = -1  # autograd's number of this backward
         self._may_reenter = False  # with find_unused: a custom function may start a backward
-        self._order_seen: list[nn.Parameter] | None = [] if reorder else None
+        self._order_seen: list[Tensor] | None = [] if reorder else None
         self._make_buckets(list(reversed(trained)))
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._arrive)
@@ -184,7 +184,7 @@ class BucketedDDP(nn.Module):
             FlatBucket([order[i] for i in indices])
             for indices in cut_into_buckets(order, *self._bucket_bytes)
         ]
-        self._place = {
+        self._place: dict[Tensor, tuple[FlatBucket, int]] = {
             parameter: (bucket, position)
             for bucket in self._buckets
             for position, parameter in enumerate(bucket.parameters)
@@ -221,7 +221,7 @@ class BucketedDDP(nn.Module):
         return (
             self._broadcast_buffers
             and self.module.training
-            and next(self.module.buffers(), None) is not None
+            and any(each._buffers for each in quick_modules(self.module))
         )
 
     def broadcast_buffers(self) -> None:
@@ -314,9 +314,7 @@ class BucketedDDP(nn.Module):
         for bucket in self._buckets:
             bucket.reset()
 
-    @torch.no_grad()
     def _arrive(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
         self._check_in_step()
         if self._state is State.LOCAL or (self._state is State.IDLE and not self._sync):
             return
@@ -338,7 +336,7 @@ class BucketedDDP(nn.Module):
             )
         if torch._C._current_graph_task_id() != self._task:
             return  # in reentrant checkpointing: more may come, so `_finish` takes the sum
-        bucket.store(position, 1 / self.num_active, self._as_view)
+        bucket.take(position)
         if self._order_seen is not None:
             self._order_seen.append(parameter)
         if not bucket.waiting:
@@ -349,8 +347,9 @@ class BucketedDDP(nn.Module):
         for bucket in self._buckets:
             for position in sorted(bucket.waiting):
                 if which(bucket.parameters[position]):
-                    bucket.store(position, 1 / self.num_active, self._as_view)
+                    bucket.take(position)
 
+    @torch.no_grad()
     def _launch(self) -> None:
         """Start the reduction of every complete bucket that is next in the order."""
         while self._num_launched < len(self._buckets):
@@ -358,6 +357,7 @@ class BucketedDDP(nn.Module):
             if bucket.waiting:
                 return
             self._num_launched += 1
+            bucket.pack(1 / self.num_active, self._as_view)
             bucket.work = self._reduce(bucket.flat)
 
     @torch.no_grad()
@@ -386,9 +386,9 @@ class BucketedDDP(nn.Module):
         dist.all_reduce(counts, group=self.group)
         return {p for p, count in zip(self._order, counts.tolist(), strict=True) if count}
 
-    def _reorder(self, seen: list[nn.Parameter]) -> None:
+    def _reorder(self, seen: list[Tensor]) -> None:
         """Once: rebuild the buckets in the order in which gradients really came on one rank."""
-        index = {parameter: i for i, parameter in enumerate(self._order)}
+        index: dict[Tensor, int] = {p: i for i, p in enumerate(self._order)}
         order = list(dict.fromkeys([*seen, *self._order]))
         wire = torch.tensor([index[p] for p in order], device=self._buckets[0].flat.device)
         dist.broadcast(wire, src=global_rank(self.group, self.source), group=self.group)

@@ -33,6 +33,9 @@ class FlatBucket:
         work: the reduction in progress; None before it, or if it was complete at once.
     """
 
+    waiting: set[int]
+    work: Work | None
+
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         first = self.parameters[0]
@@ -40,8 +43,7 @@ class FlatBucket:
         self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
         pieces = self.flat.split([p.numel() for p in self.parameters])
         self.slots = [_shaped(piece, p) for piece, p in zip(pieces, self.parameters, strict=True)]
-        self.waiting: set[int] = set()
-        self.work: Work | None = None
+        self.reset()
 
     @property
     def num_bytes(self) -> int:
@@ -59,24 +61,36 @@ class FlatBucket:
         """Prepare for a backward: no gradient has arrived."""
         self.waiting = set(range(len(self.parameters)))
         self.work = None
+        self._arrived: list[tuple[int, Tensor | None]] = []
 
-    def store(self, position: int, scale: float, as_view: bool) -> None:
-        """Write scale * gradient of one parameter into its slot; no gradient counts as zero.
+    def take(self, position: int) -> None:
+        """The gradient of one parameter has arrived, or will not: then it counts as zero."""
+        self.waiting.discard(position)
+        self._arrived.append((position, self.parameters[position].grad))
+
+    def pack(self, scale: float, as_view: bool) -> None:
+        """Write scale * gradients into `flat`: few kernels for all, which a GPU starts sooner than
+        one for each.
 
         Args:
             as_view: let `p.grad` be the slot's memory from now on. This saves the copy back.
         """
-        parameter, slot = self.parameters[position], self.slots[position]
-        self.waiting.discard(position)
-        grad = parameter.grad
-        if grad is None:
-            slot.zero_()
-        elif grad.data_ptr() == slot.data_ptr():
-            slot.mul_(scale)  # autograd has accumulated into the slot directly
-        else:
-            torch.mul(grad.detach(), scale, out=slot)  # copy and division in one pass
-            if as_view:
-                parameter.grad = slot.detach()  # a tensor of its own: `.to()` replaces its data
+        slots, grads = [], []
+        for position, grad in self._arrived:
+            slot = self.slots[position]
+            if grad is None:
+                slot.zero_()
+            elif grad.data_ptr() != slot.data_ptr():  # else autograd has added to the slot directly
+                slots.append(slot)
+                grads.append(grad.detach())
+                if as_view:
+                    # A tensor of its own: `.to()` replaces its data.
+                    self.parameters[position].grad = slot.detach()
+        self._arrived.clear()  # what is not a view is not needed any more
+        if slots:
+            torch._foreach_copy_(slots, grads)
+        if scale != 1:
+            self.flat.mul_(scale)
 
     def deliver(self, used: set[nn.Parameter] | None, as_view: bool) -> None:
         """After the reduction: every parameter's gradient becomes its slot, or a copy of it.
@@ -90,7 +104,8 @@ class FlatBucket:
             if not parameter.requires_grad or (used is not None and parameter not in used):
                 continue
             if as_view:
-                parameter.grad = slot.detach()
+                if parameter.grad is None or parameter.grad.data_ptr() != slot.data_ptr():
+                    parameter.grad = slot.detach()
             elif parameter.grad is None:
                 parameter.grad = slot.clone()
             else:

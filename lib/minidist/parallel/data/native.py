@@ -18,17 +18,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from minidist.unsupported import Unsupported
-
-BF16_HOOK = Unsupported(
-    "wrap_ddp",
-    "bf16 messages of torch's DDP on gloo",
-    instead='use hook="fp16" or minidist.parallel.compression',
-)
+from minidist.parallel.compression import register_torch_hook
 
 # torch has renamed this option; from torch 2.13 on, the old name gives a warning.
 _SYNC_BUFFERS = next(
@@ -70,10 +63,9 @@ def wrap_ddp(
     """Collective: torch's DDP around a module that is already on its device.
 
     Raises:
-        ValueError: the hook is unknown, or the backend does not support it.
+        ValueError: there is no such hook, or not on this backend or device.
     """
     options = options or DDPOptions()
-    hook = _hook(options, group)
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
     device = next(module.parameters()).device
     ddp = DistributedDataParallel(
@@ -86,31 +78,9 @@ def wrap_ddp(
         static_graph=options.static_graph,
         **sync_buffers,
     )
-    if hook is not None:
-        ddp.register_comm_hook(*hook)
+    if options.hook != "none":
+        register_torch_hook(ddp, options.hook, rank=options.powersgd_rank, group=group)
     return ddp
-
-
-def _hook(
-    options: DDPOptions, group: dist.ProcessGroup | None
-) -> tuple[Any, Callable[..., Any]] | None:
-    """State and function for `register_comm_hook`."""
-    if options.hook == "none":
-        return None
-    if options.hook == "fp16":
-        return group, default_hooks.fp16_compress_hook
-    if options.hook == "bf16":
-        if dist.get_backend(group) != "nccl":
-            raise BF16_HOOK.error(f"torch's bf16 hook needs nccl, got {dist.get_backend(group)}")
-        return group, default_hooks.bf16_compress_hook
-    if options.hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            group,
-            matrix_approximation_rank=options.powersgd_rank,
-            start_powerSGD_iter=2,  # DDP rebuilds its buckets in the first steps
-        )
-        return state, powerSGD_hook.powerSGD_hook
-    raise ValueError(f"wrap_ddp: hook is none, fp16, bf16 or powersgd, got {options.hook!r}")
 
 
 def train_uneven(

@@ -27,6 +27,7 @@ balancing (arXiv 2408.15664).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -168,11 +169,11 @@ class ExpertTrainer(HybridTrainer):
     def _splits(self, stage: HybridStage) -> dict[str, tuple[int, int]]:
         return {name: (0, self.layers[0].config.num_experts) for name in self._experts}
 
-    @property
+    @cached_property
     def _place(self) -> int:
         return self.expert_mesh.ep_rank
 
-    @property
+    @cached_property
     def _is_first_copy(self) -> bool:
         return dist.get_rank(self.expert_mesh.edp_group) == 0
 

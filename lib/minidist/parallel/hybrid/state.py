@@ -15,6 +15,7 @@ checkpoint that a different layout has written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,12 +78,12 @@ class HybridState:
         """Name -> (dimension, whole size) of the parameters of which ranks hold parts."""
         return sharded_parameters(stage)
 
-    @property
+    @cached_property
     def _place(self) -> int:
         """Which of these parts this rank holds."""
         return self.mesh.coordinate("tp")
 
-    @property
+    @cached_property
     def _is_first_copy(self) -> bool:
         """Whether no rank before this one holds the same parts."""
         return (self.mesh.coordinate("dp"), self.mesh.coordinate("cp")) == (0, 0)
@@ -92,6 +93,10 @@ class HybridState:
         replica_of_tp = held.split is None and self._place > 0
         replica_of_dp = self.config.zero_stage == 0 and not self._is_first_copy
         return not (replica_of_tp or replica_of_dp or self._is_second_copy(held))
+
+    @cached_property
+    def _counting(self) -> list[Held]:
+        return [held for held in self.held if self.counts(held)]
 
     def _is_second_copy(self, held: Held) -> bool:
         """Whether this is a tied head: the first pipeline stage has the same weight."""

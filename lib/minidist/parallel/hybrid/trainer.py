@@ -292,8 +292,8 @@ class HybridTrainer(HybridState):
             The norm before clipping, a float64 scalar, the same on every rank.
         """
         self.prepare_gradients()
-        grads = [(held, held.tensor.grad) for held in self.held if held.tensor.grad is not None]
-        own = [grad for held, grad in grads if self.counts(held)]
+        grads = [h.tensor.grad for h in self.held if h.tensor.grad is not None]
+        own = [h.tensor.grad for h in self._counting if h.tensor.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         # A few kernels for all gradients together. With a few kernels per gradient, a GPU would
         # spend more time on launches than on computation.
@@ -302,7 +302,7 @@ class HybridTrainer(HybridState):
         dist.all_reduce(square)
         norm = square.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for alike in by_dtype_and_device(grad for _, grad in grads):
+        for alike in by_dtype_and_device(grads):
             torch._foreach_mul_(alike, factor.to(alike[0]))
         return norm
 
