@@ -74,7 +74,7 @@ def main(description: str | None = None, arguments: Sequence[str] | None = None)
     head = {
         "date": _now(),
         "rehearsal": options.rehearse,
-        "commit": commit() or options.commit,
+        "commit": options.commit or commit() or "unknown",
         "machine": machine,
     }
     try:
@@ -116,7 +116,7 @@ def _parse(description: str | None, arguments: Sequence[str] | None) -> argparse
         help=f"for all parts together (default: {BUDGET_S:g})",
     )
     parser.add_argument(
-        "--commit", default="unknown", help="what this is a copy of, where it is no git checkout"
+        "--commit", help="what this is a copy of; by default, what git says"
     )
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument(
