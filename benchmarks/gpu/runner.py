@@ -115,9 +115,7 @@ def _parse(description: str | None, arguments: Sequence[str] | None) -> argparse
         metavar="SECONDS",
         help=f"for all parts together (default: {BUDGET_S:g})",
     )
-    parser.add_argument(
-        "--commit", help="what this is a copy of; by default, what git says"
-    )
+    parser.add_argument("--commit", help="what this is a copy of; by default, what git says")
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument(
         "--rehearse", action="store_true", help="tiny, on the CPU: whether it runs, not how fast"
