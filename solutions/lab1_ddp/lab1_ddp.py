@@ -963,7 +963,8 @@ check("gradients_in_sync", gradients_in_sync)
 # - **Tied**: one parameter used in two places. `module.parameters()` yields it once, and its hook
 #   is called once, when both contributions are in `p.grad`. Nothing to do, if you go by parameters.
 # - **Of any shape**: a single number has shape `()`. A transposed weight is not contiguous, and
-#   neither are the weights of a convolution in `channels_last`: `view(-1)` raises there.
+#   neither are the weights of a convolution in `channels_last`: `view(-1)` raises there, and NCCL,
+#   which GPUs use, refuses them.
 # - **Frozen** (`requires_grad=False`): it never has a gradient and can have no hook.
 # - **Unused** in this forward pass: its hook is not called. Perhaps on another rank it *is* called:
 #   that rank then starts an all-reduce, and waits for you. So every rank has to take part: a rank
@@ -1102,7 +1103,9 @@ class DDP(nn.Module):
 
         # Step 1: all ranks start from rank 0's state. Tied tensors come once.
         for tensor in chain(module.parameters(), module.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+            whole = tensor.detach().contiguous()  # NCCL sends nothing else
+            dist.broadcast(whole, src=0)
+            tensor.detach().copy_(whole)
 
         # Step 5: buckets, in about the order in which backward delivers. It is the same order on
         # all ranks, because it depends on the model only.

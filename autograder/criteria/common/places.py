@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -66,22 +66,27 @@ def _on_nodes(observe: Observe, per_node: Callable[[int], int]) -> Observe:
         if context.device.type != "cpu":
             return observe(subject, inputs, context)
         places = environment(context.rank, context.world_size, per_node(context.world_size))
-        with mock.patch.dict(os.environ, places), without_gpus(subject):
+        with mock.patch.dict(os.environ, places), on_cpu(subject):
             return observe(subject, inputs, context)
 
     return observed
 
 
-def without_gpus(written: Any) -> AbstractContextManager[None]:
-    """Inside, torch finds no GPU, for ranks on the CPU whose environment tells of fewer ranks.
+@contextmanager
+def on_cpu(written: Any) -> Iterator[None]:
+    """Inside, the notebook runs on the CPU: torch finds no GPU, and its DEVICE is the CPU.
 
-    A machine may have fewer GPUs than ranks, but enough for a node of the environment.
+    For ranks whose world is emulated, or whose environment tells of fewer ranks than there are: a
+    machine may have fewer GPUs than ranks, but enough for a node of that environment.
 
     Args:
         written: of the notebook; it may have imported torch's functions by name.
     """
+    names = namespace(written)
+    device = {"DEVICE": torch.device("cpu")} if "DEVICE" in names else {}
     instead = {(torch.cuda, "is_available"): lambda: False, (torch.cuda, "device_count"): lambda: 0}
-    return pretending(written, instead)
+    with pretending(written, instead), having(names, device):
+        yield
 
 
 @contextmanager

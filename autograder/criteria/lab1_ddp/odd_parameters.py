@@ -18,6 +18,7 @@ from autograder.criteria.lab1_ddp.scratch import (
     SMALL_CAP_MB,
     combine,
     judge_steps,
+    place,
     shares_of,
     step_once,
     tensors,
@@ -85,7 +86,7 @@ def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """
     answer: Values = {}
     for run, cap in enumerate((SMALL_CAP_MB, 25.0)):
-        module = Tied(inputs).to(context.device)
+        module = place(Tied(inputs), context)
         ddp = ddp_class(module, bucket_cap_mb=cap)
         for step in (2 * run, 2 * run + 1):
             answer |= _tied_step(ddp, module, inputs, context, f"g{step}")
@@ -93,7 +94,7 @@ def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
             answer[f"value frozen.{name}"] = p.detach().cpu().numpy()
             answer[f"frozen {name} has a gradient"] = p.grad is not None
     with alone(context):
-        module = Tied(inputs).to(context.device)
+        module = place(Tied(inputs), context)
         return answer | _tied_step(ddp_class(module), module, inputs, context, "alone")
 
 

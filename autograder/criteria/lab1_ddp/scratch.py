@@ -34,6 +34,19 @@ def step_once(ddp: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     ddp.finish_gradient_synchronization()
 
 
+def place(module: Any, context: Context) -> Any:
+    """The module on the rank's device; on a GPU its memory is contiguous.
+
+    NCCL refuses what is not, and gloo does not: nobody loses points on a GPU for what they could
+    not see on a CPU.
+    """
+    module.to(context.device)
+    if context.device.type != "cpu":
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.contiguous()
+    return module
+
+
 # --- what wrapping does --------------------------------------------------------------------------
 
 
@@ -78,7 +91,7 @@ def draw_wrapping(draw: Draw) -> list[Values]:
 @on_two_nodes
 def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Parameters, buffers and one output after wrapping."""
-    module = Normed(inputs).to(context.device)
+    module = place(Normed(inputs), context)
     ddp = ddp_class(module)
     (x,) = tensors(inputs, context, "x")
     answer: Values = {"output": ddp(x).detach().cpu().numpy()}

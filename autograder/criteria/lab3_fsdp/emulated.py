@@ -266,8 +266,9 @@ def judge_native(case: Case) -> list[Finding]:
     """
     if badly := list(_not_cut(case)):
         return badly
-    findings = list(judge_units(case))
-    if not findings and case.world_size > 1:
+    several = case.world_size > 1  # on a single rank torch gathers nothing
+    findings = list(judge_units(case)) if several else []
+    if several and not findings:
         freed = [i for i in range(LAYERS - 1) if i != case.inputs[0]["left_over"]]
         steps = [step for step in every_step(case) if isinstance(step, Step)]
         findings = [problem for step in steps if (problem := step.not_gathered_again(freed))]

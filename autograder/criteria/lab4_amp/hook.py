@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common.answers import described, told
 from autograder.criteria.common.charged import reaches_all
-from autograder.criteria.common.places import without_gpus
+from autograder.criteria.common.places import on_cpu
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
@@ -96,7 +96,7 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
         # Several nodes, so that the size of a node is not taken for the number of ranks.
         late = pretending(hook, {(dist, "all_reduce"): held.all_reduce}) if held else None
         places = mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-        with places, without_gpus(hook), late or contextlib.nullcontext():
+        with places, on_cpu(hook), late or contextlib.nullcontext():
             for _ in range(STEPS):
                 model.zero_grad()
                 model(weights).backward()
