@@ -1209,6 +1209,13 @@ if torch.cuda.is_available():
     print("100 kernels, ms: one by one {:.3f}, replayed {:.3f}".format(*replay_gain()))
 else:
     print("no GPU here")
+MEASURED = "this course's make gpu, one H100, 2026-11-27"
+claim(
+    "H100: a kernel of one number, launched one by one, and replayed in a graph",
+    "7.9 µs, 1.2 µs",
+    status="cited",
+    authority=MEASURED,
+)
 
 # %% [markdown]
 # ### The straggler
@@ -1391,6 +1398,13 @@ display(
         [0.449, 0.337],
         rtol=2e-3,
         authority="Narayanan et al., arXiv:2104.04473",
+    ),
+    claim(
+        "GPT-2 medium on one H100, bf16, eager and compiled: MFU",
+        "32 %, 43 %",
+        status="cited",
+        authority=MEASURED,
+        why="of the data sheet's peak; of what large products reach there, 50 % and 62 %",
     ),
 )
 

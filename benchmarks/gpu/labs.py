@@ -54,8 +54,9 @@ from autograder.criteria import get_lab
 from autograder.submission.find import Submission
 from autograder.submission.attempt import grade
 from autograder.submission.class_run import ClassRun
-root, lab, notebook, out = sys.argv[1:]
-class_run = ClassRun(Course(Path(root)), lab, get_lab(lab).grading_world_size, sandboxed=False)
+root, lab, notebook, out, ranks = sys.argv[1:]
+ranks = int(ranks) or get_lab(lab).grading_world_size
+class_run = ClassRun(Course(Path(root)), lab, ranks, sandboxed=False)
 record = grade(Submission("solution", Path(notebook)), class_run)
 Path(out).write_text(json.dumps([record.to_json()]))
 """
@@ -81,7 +82,7 @@ def grade(recorder: Recorder, course: Path, lab: str, gpus: int) -> None:
     """
     require_packages()
     make_course(course)
-    solution, out = ROOT / "solutions" / lab / f"{lab}.ipynb", course / f"{lab}.json"
+    solution, out = solution_of(lab), course / f"{lab}.json"
     start_s = time.perf_counter()
     # Ours, and read by many: it may run where there is no sandbox.
     command = [
@@ -97,11 +98,16 @@ def grade(recorder: Recorder, course: Path, lab: str, gpus: int) -> None:
         str(out),
     ]
     if not is_installed():  # a sandbox would not have what PYTHONPATH leads to
-        command = ["-c", GRADE_OPENLY, str(course), lab, str(solution), str(out)]
+        command = ["-c", GRADE_OPENLY, str(course), lab, str(solution), str(out), "0"]
     run_python(course, command, min(LIMIT_S, recorder.left_s - 5))
     seconds = time.perf_counter() - start_s
     record = json.loads(out.read_text("utf-8"))[0]
     report(recorder, lab, record, seconds, gpus)
+
+
+def solution_of(lab: str) -> Path:
+    """The notebook."""
+    return ROOT / "solutions" / lab / f"{lab}.ipynb"
 
 
 def report(recorder: Recorder, lab: str, record: dict[str, Any], seconds: float, gpus: int) -> None:

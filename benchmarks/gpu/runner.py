@@ -48,6 +48,7 @@ PARTS = {
     "collectives": Part(95, "collectives on CUDA tensors, NCCL and staged"),
     "profiling": Part(70, "traces, overlap, memory and the monitor"),
     "labs": Part(360, "the labs' solutions, graded where they see a GPU"),
+    "own_gpus": Part(150, "all solutions with a GPU for each rank"),
 }
 
 
