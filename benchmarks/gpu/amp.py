@@ -174,13 +174,14 @@ def memory(recorder: Recorder, setup: Setup) -> None:
         peaks[dtype] = peak_bytes(functools.partial(setup.step, dtype, scaler), setup.device)
         recorder.figure(f"peak memory of a step, {dtype}", peaks[dtype], "bytes")
     recorder.figure("peak memory, bf16 / fp32", peaks["bf16"] / peaks["fp32"], "ratio")
-    # fp32 parameters and gradients, two fp32 states; activations of 16-bit elements.
+    # fp32 parameters and gradients, two fp32 states.
     predicted = cost.memory_per_gpu(
         model=setup.transformer,
         parallelism=cost.ParallelismConfig(),
         micro_batch=setup.batch,
         states=cost.state_bytes(precision="fp32"),
         fused_attention=True,
+        autocast=True,
         framework_bytes=0,
     ).total
     recorder.figure(

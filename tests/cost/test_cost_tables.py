@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
-from reference import ints, rows
+import torch
+from reference import REFERENCE, ints, rows
 
 from minidist import cost
+from minidist.model import Block, GPTConfig
+
+RESULTS = REFERENCE.parent / "results"
 
 
 def megatron(row: dict[str, str]) -> cost.Transformer:
@@ -60,6 +65,61 @@ def test_korthikanti_table_2(configuration: str, options: dict):
         expected = eval(formulas[configuration], {}, names)
         ours = cost.activation_bytes_per_layer(model=model, micro_batch=3, **options)
         assert ours == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_block_keeps_what_torch_saves_for_backward(autocast):
+    """Counted: every storage that autograd saves, without the copies of the weights."""
+    config = GPTConfig(num_layers=1, width=128, vocab_size=64, context=64, num_heads=2)
+    block = Block(config).to(torch.float32 if autocast else torch.bfloat16)
+    x_BTD = torch.randn(3, 64, 128, dtype=next(block.parameters()).dtype, requires_grad=True)
+    shapes = {p.shape for p in block.parameters()} | {p.t().shape for p in block.parameters()}
+    kept = {}  # by address; it holds the tensors, so no address comes twice
+
+    def keep(tensor):
+        if tensor.shape not in shapes:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        block(x_BTD)
+    model = cost.Transformer.from_config(config)
+    predicted = cost.activation_bytes_per_layer(
+        model=model, micro_batch=3, fused_attention=True, dropout=False, autocast=autocast
+    )
+    # Not in the formula: means and deviations of the norms, and a number per query and head.
+    counted = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert predicted < counted < 1.01 * predicted
+
+
+@pytest.mark.parametrize(
+    ("recompute", "name", "rel"),
+    [
+        ("none", "peak memory without activation checkpointing", 0.03),
+        ("full", "peak memory with activation checkpointing", 0.07),
+    ],
+)
+def test_peak_memory_of_a_step_on_an_h100(recompute, name, rel):
+    """GPT-2 medium in bf16 under autocast, measured by `make gpu`."""
+    [path] = RESULTS.glob("gpu_2026-11-27T184034Z_*.json")
+    measured = {row["name"]: row["value"] for row in json.loads(path.read_text("utf-8"))["rows"]}
+    sizes = {"num_layers": 24, "width": 1024, "vocab_size": 50304, "context": 1024}
+    model = cost.Transformer.from_config(GPTConfig(**sizes, num_heads=16, tied=True))
+    assert model.num_parameters == pytest.approx(measured["parameters of the model"], rel=1e-3)
+    predicted = cost.memory_per_gpu(
+        model=model,
+        parallelism=cost.ParallelismConfig(),
+        micro_batch=8,
+        states=cost.state_bytes(precision="fp32"),
+        recompute=recompute,
+        fused_attention=True,
+        autocast=True,
+        framework_bytes=0,
+    )
+    assert predicted.total == pytest.approx(measured[name], rel=rel)
 
 
 def test_korthikanti_figure_1():

@@ -125,6 +125,7 @@ def activation_bytes_per_layer(
     recompute: str = "none",
     fused_attention: bool = False,
     dropout: bool = True,
+    autocast: bool = False,
 ) -> float:
     """Bytes that one block keeps for backward on one GPU, with 16-bit activations.
 
@@ -140,14 +141,16 @@ def activation_bytes_per_layer(
 
     Args:
         fused_attention: FlashAttention, which never stores the scores.
+        autocast: as `torch.autocast` keeps them: the residual stream is fp32, so both norms' inputs
+            have 2 bytes more, and q, k and v each cast the norm's output for themselves (4 more).
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute is one of {RECOMPUTE}, got {recompute!r}")
     sbh = model.context / cp * micro_batch * model.width
     if recompute == "full":
-        return 2 * sbh
+        return (4 if autocast else 2) * sbh
     ratio = model.mlp_width / model.width
-    whole = 8 + (2 if dropout else 0)
+    whole = 8 + (2 if dropout else 0) + (8 if autocast else 0)
     if model.num_experts:  # the visited experts' inner tensors, and the tokens sent and received
         dense = model.dense_layers / model.num_layers
         visited = model.experts_per_token + model.shared_experts
@@ -246,6 +249,7 @@ def memory_per_gpu(
     recompute: str = "none",
     fused_attention: bool = False,
     dropout: bool = False,
+    autocast: bool = False,
     framework_bytes: float = 2e9,
     offload: bool = False,
     schedule: str = "1f1b",
@@ -254,6 +258,8 @@ def memory_per_gpu(
 
     Args:
         micro_batch: sequences per micro-batch and data-parallel rank.
+        autocast: the model trains under `torch.autocast`, with `states` in fp32: it keeps more
+            activations, and 16-bit copies of the weights until backward.
         framework_bytes: CUDA context, NCCL buffers, allocator slack. 2 GB is a rough figure.
         offload: the optimiser's states are in host memory.
         schedule: of the pipeline, as in `predict_step`.
@@ -275,6 +281,7 @@ def memory_per_gpu(
         sequence_parallel=p.sequence_parallel,
         fused_attention=fused_attention,
         dropout=dropout,
+        autocast=autocast,
     )
     per_layer = layer_bytes(recompute=recompute)
     stage_layers = -(-model.num_layers // p.pp)
@@ -303,5 +310,5 @@ def memory_per_gpu(
         gradients=states.gradient * (shard if p.zero_stage >= 2 else held),
         optimizer=0.0 if offload else states.optimizer * (shard if p.zero_stage else held),
         activations=activations,
-        working=again + gathered + framework_bytes,
+        working=again + gathered + framework_bytes + (2 * held if autocast else 0),
     )
