@@ -97,7 +97,7 @@ bench: $(VENV)/.installed-dev ## time ours beside its peers, paired and interlea
 	@$(BIN)/python benchmarks $(BENCH_ARGS)
 
 # A GPU node is often without a network: there the Python that has torch for CUDA is taken as it is.
-gpu: ## measure on this machine's NVIDIA GPUs, in at most 8 minutes, into benchmarks/results (GPU_ARGS=...)
+gpu: ## measure on this machine's NVIDIA GPUs, in at most 10 minutes, into benchmarks/results (GPU_ARGS=...)
 	@for python in $(BIN)/python python3; do \
 	  "$$python" -c "import sys, cloudpickle, numpy, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null \
 	    && exec "$$python" benchmarks/gpu $(GPU_ARGS); \

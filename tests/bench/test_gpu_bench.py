@@ -370,7 +370,7 @@ def test_every_part_is_one_that_can_be_run():
     # What is graded takes what is left.
     measured_s = sum(part.limit_s for name, part in runner.PARTS.items() if name not in graded)
     assert measured_s < 8 * 60 + 30
-    assert runner.BUDGET_S < 8 * 60
+    assert runner.BUDGET_S < 10 * 60
 
 
 def test_the_model_of_mixed_precision_has_350_million_parameters():
