@@ -89,7 +89,20 @@ def _exchange(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     size = dist.get_world_size(group)
     parts = [x.shape[0] // size] * size
     exchange: Any = functional.all_to_all_single_autograd
-    return exchange(x.contiguous(), parts, parts, group or dist.group.WORLD)
+    out = exchange(x.contiguous(), parts, parts, group or dist.group.WORLD)
+    return _ContiguousGradient.apply(out)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity. torch 2.11's exchange refuses a gradient that is not contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
 
 
 def _positions(num_tokens: int, rank: int, size: int, layout: Layout) -> tuple[Tensor, Tensor]:

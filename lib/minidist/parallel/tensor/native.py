@@ -14,6 +14,8 @@ output have; torch inserts the collectives. Common mistakes:
 - Norms and position embedding are not split. If the plan does not contain them, their parameters
   stay plain tensors. `clip_grad_norm_` and optimizers with `foreach` (the default on GPUs) raise on
   a mix of plain tensors and DTensors. `distribute_module` makes them replicated DTensors.
+- With sequence parallelism each rank has a part of a norm's gradient, and a DTensor says so: Partial.
+  torch 2.11's `clip_grad_norm_` scales such a gradient wrongly. A hook adds the parts up first.
 
 Example, on each rank of a group of 2::
 
@@ -116,7 +118,17 @@ def parallelize_gpt_native(
             _replicate(module, tp)
     if config.tied:
         model.head.weight = model.token_embedding.weight  # both are Shard(0)
+    if sequence_parallel:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_add_parts)
     return model
+
+
+def _add_parts(parameter: Any) -> None:
+    """A gradient of which each rank has a part becomes the sum of the parts on every rank."""
+    grad = parameter.grad
+    if any(placement.is_partial() for placement in grad.placements):
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
