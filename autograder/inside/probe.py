@@ -102,7 +102,7 @@ def check(name: str, subject: Any = None) -> None:
             _harmless_cuda_calls(),
             _world(criterion, asked.fields["case"], channels) as (device, broker),
             _standing_in(subject, _ours(criterion.stand_ins, asked.fields["ours"])) as used,
-            nullcontext() if broker is None else on_cpu(used),
+            nullcontext() if broker is None else on_cpu(subject),
         ):
             context = Context(channels.rank, channels.world_size, device, broker)
             values = criterion.observe(used, inputs, context)

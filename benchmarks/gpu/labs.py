@@ -188,7 +188,8 @@ def run_python(course: Path, arguments: list[str], timeout_s: float) -> None:
     """Runs Python in the course.
 
     Raises:
-        RuntimeError: it failed or took longer than `timeout_s`; with the end of what it said.
+        RuntimeError: it failed; with the end of what it said.
+        TimeoutError: it took longer than `timeout_s`.
     """
     command = [str(python_of(course)), *arguments]
     env = dict(os.environ) | {"AUTOGRADER_COURSE": str(course)}
@@ -211,7 +212,7 @@ def run_python(course: Path, arguments: list[str], timeout_s: float) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-        raise RuntimeError(f"the autograder took over {timeout_s:.0f} s") from None
+        raise TimeoutError(f"the autograder took over {timeout_s:.0f} s") from None
     if process.returncode:
         last = " | ".join(said.strip().splitlines()[-3:])
         raise RuntimeError(f"the autograder ended with {process.returncode}: {last}")

@@ -22,6 +22,7 @@ from gpu.rows import ROOT
 from gpu.sizes import Sizes
 
 TIMED = ("amp_gpu_speed", "prof_gpu_efficiency")  # criteria that want a GPU for themselves
+ENDING_S = 15.0  # of the part's time: for what has to be ended
 
 
 def measure(recorder: Recorder, sizes: Sizes, labs: Sequence[str] | None = None) -> None:
@@ -42,19 +43,28 @@ def grade_all(recorder: Recorder, course: Path, ranks: int, labs: Sequence[str])
     make_course(course)
 
     def grade(lab: str) -> dict[str, Any]:
+        if (left_s := recorder.left_s - ENDING_S) < 0:
+            raise TimeoutError("no time was left for it")
         out = course / f"{lab}.json"
         given = [str(course), lab, str(solution_of(lab)), str(out), str(ranks)]
-        run_python(course, ["-c", GRADE_OPENLY, *given], recorder.left_s - 5)
+        run_python(course, ["-c", GRADE_OPENLY, *given], left_s)
         return json.loads(out.read_text("utf-8"))[0]
 
     def check(lab: str, record: Future[dict[str, Any]]) -> None:
+        what = f"{lab}: full marks on {count_ranks(ranks)}"
+        try:
+            criteria = record.result()["criteria"]
+        except TimeoutError as error:
+            recorder.fail(what, str(error), status="timeout")
+            return
         wrong = {
             each["name"]: each["message"][:200]
-            for each in record.result()["criteria"]
+            for each in criteria
             if each["status"] not in ("PASS", "BLOCKED") and each["name"] not in TIMED
         }
-        recorder.check(f"{lab}: full marks on {count_ranks(ranks)}", not wrong, f"it loses {wrong}")
+        recorder.check(what, not wrong, f"it loses {wrong}")
 
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
+    at_once = max(1, (os.cpu_count() or 1) // (2 * ranks + 2))
+    with ThreadPoolExecutor(at_once) as pool:
         for lab, record in [(lab, pool.submit(grade, lab)) for lab in labs]:
             recorder.measure(lab, functools.partial(check, lab, record))

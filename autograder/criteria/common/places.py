@@ -74,7 +74,8 @@ def _on_nodes(observe: Observe, per_node: Callable[[int], int]) -> Observe:
 
 @contextmanager
 def on_cpu(written: Any) -> Iterator[None]:
-    """Inside, the notebook runs on the CPU: torch finds no GPU, and its DEVICE is the CPU.
+    """Inside, the notebook runs on the CPU: torch finds no GPU, and a device that the notebook has
+    in a variable (DEVICE, say) is the CPU.
 
     For ranks whose world is emulated, or whose environment tells of fewer ranks than there are: a
     machine may have fewer GPUs than ranks, but enough for a node of that environment.
@@ -82,10 +83,13 @@ def on_cpu(written: Any) -> Iterator[None]:
     Args:
         written: of the notebook; it may have imported torch's functions by name.
     """
-    names = namespace(written)
-    device = {"DEVICE": torch.device("cpu")} if "DEVICE" in names else {}
+    on_gpu = {
+        name: torch.device("cpu")
+        for name, value in namespace(written).items()
+        if isinstance(value, torch.device) and value.type == "cuda"
+    }
     instead = {(torch.cuda, "is_available"): lambda: False, (torch.cuda, "device_count"): lambda: 0}
-    with pretending(written, instead), having(names, device):
+    with pretending(written, instead), having(namespace(written), on_gpu):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,11 +28,12 @@ def pretending(function: Any, instead: Mapping[tuple[Any, str], Any]) -> Iterato
 
 
 def namespace(written: Any) -> dict[str, Any]:
-    """The global names that a function or class of the notebook uses; of several, those of the
-    first."""
-    first = written[0] if isinstance(written, tuple) else written
+    """The global names that a function or class of the notebook uses; of several, the first's."""
+    first = written[0] if isinstance(written, tuple) and written else written
+    if inspect.isfunction(first):
+        return inspect.unwrap(first).__globals__  # torch.no_grad's wrapper has torch's
     home = sys.modules.get(getattr(first, "__module__", ""), sys.modules["__main__"])
-    return getattr(first, "__globals__", vars(home))
+    return vars(home)
 
 
 @contextmanager

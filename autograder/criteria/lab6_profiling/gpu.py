@@ -1,9 +1,9 @@
 """Criterion for buckets on real GPUs: the efficiency of a step with communication. Extra points.
 
 The batch size is chosen on the machine so that a step computes `COMPUTE_OVER_COMM` times as long
-as it takes to pack, all-reduce and unpack all gradients, and `LEAST_COMPUTE_S` at least. A
-submission that does all this after backward has an efficiency near 0.86 on any machine. Packing
-always takes GPU time. Where links are fast, most of the communication time is packing.
+as it takes to pack, all-reduce and unpack all gradients. A submission that does all this after
+backward has an efficiency near 0.86 on any machine. Packing always takes GPU time. Where links are
+fast, most of the communication time is packing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import gpu_meter, oracle
-from autograder.criteria.criterion import Case, Context, Finding, Values
+from autograder.criteria.criterion import (
+    Case,
+    Context,
+    Finding,
+    HardwareMissingError,
+    Values,
+)
 
 WIDTH, LAYERS, ROUNDS = 2048, 10, 15
 COMPUTE_OVER_COMM = 6.0
 FEWEST_SAMPLES, MOST_SAMPLES = 256, 65_536
 LEAST_EFFICIENCY = 0.9
-LEAST_COMPUTE_S = 0.01  # in a shorter step the GPU would wait for Python to launch its kernels
 
 
 def network(seed: int) -> nn.Sequential:
@@ -60,7 +65,14 @@ class _Step:
 
 
 def observe(buckets_class: Any, inputs: Values, context: Context) -> Values:
-    """Seconds and one gradient of steps with the student's buckets and of steps without."""
+    """Seconds and one gradient of steps with the student's buckets and of steps without.
+
+    Raises:
+        HardwareMissingError: there is one rank, which sends nothing: what it would be measured on
+            is Python's own time.
+    """
+    if context.world_size == 1:
+        raise HardwareMissingError("It needs two ranks or more, with a GPU each.")
     device = context.device
     alone = network(inputs["network"]).to(device)
     together = copy.deepcopy(alone)
@@ -82,8 +94,7 @@ def observe(buckets_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def _choose_samples(step: _Step, device: torch.device) -> int:
-    """The samples with which a step alone takes COMPUTE_OVER_COMM times as long as averaging, and
-    LEAST_COMPUTE_S."""
+    """The samples with which a step alone takes COMPUTE_OVER_COMM times as long as averaging."""
     import torch.distributed as dist
 
     gradients = [torch.zeros_like(p) for p in step.model.parameters()]
@@ -103,7 +114,7 @@ def _choose_samples(step: _Step, device: torch.device) -> int:
         # All ranks decide alike, from the fastest step and the slowest averaging of all ranks.
         worst = torch.tensor([np.median(comm), -np.median(compute)], device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        if -worst[1].item() >= max(COMPUTE_OVER_COMM * worst[0].item(), LEAST_COMPUTE_S):
+        if -worst[1].item() >= COMPUTE_OVER_COMM * worst[0].item():
             break
         samples += max(1, samples // FEWEST_SAMPLES // 4) * FEWEST_SAMPLES
     return samples

@@ -1,6 +1,6 @@
 from .base import Compressor, Segment, Traffic, segments_of
 from .hook import HookState, compression_hook, sum_in_place
-from .native import register_torch_hook
+from .native import register_torch_hook, torch_hook
 from .powersgd import PowerSGD, orthonormalise
 from .quantize import Cast, Int8
 from .topk import TopK
@@ -19,4 +19,5 @@ __all__ = [
     "register_torch_hook",
     "segments_of",
     "sum_in_place",
+    "torch_hook",
 ]

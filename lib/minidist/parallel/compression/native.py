@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,17 +68,30 @@ def register_torch_hook(
     Raises:
         ValueError: there is no such hook, or not on this backend or device.
     """
+    state, hook = torch_hook(name, ddp, rank=rank, start_step=start_step, group=group)
+    ddp.register_comm_hook(state, hook)
+    return state
+
+
+def torch_hook(
+    name: str,
+    module: nn.Module,
+    *,
+    rank: int = 1,
+    start_step: int = 2,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Any, Callable[..., Any]]:
+    """State and function for `register_comm_hook`; arguments and errors as there."""
     if name not in _HOOKS:
         raise ValueError(f"the hook is {', '.join(_HOOKS)}; got {name!r} on {named_rank()}")
     if name == "bf16" and (backend := dist.get_backend(group)) != "nccl":
         raise BF16_HOOK.error(f"torch's bf16 hook needs nccl, got {backend} on {named_rank()}")
     state: Any = group
     if name == "powersgd":
-        on_cpu = next(ddp.parameters()).device.type == "cpu"
+        on_cpu = next(module.parameters()).device.type == "cpu"
         if on_cpu and torch.cuda.is_available():
             raise POWERSGD_BESIDE_GPUS.error(f"{named_rank()} trains on the CPU and sees a GPU")
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step
         )
-    ddp.register_comm_hook(state, _HOOKS[name])
-    return state
+    return state, _HOOKS[name]

@@ -51,7 +51,8 @@ def all_gather_attention(
     gather: Any = getattr(functional, "all_gather_single_autograd", None)
     gather = gather or functional.all_gather_tensor_autograd  # its name before torch 2.13
     key_value = torch.stack([key_BHTK, value_BHTK]).movedim(3, 0).contiguous()
-    key, value = gather(key_value, 0, group or dist.group.WORLD).movedim(0, 3)
+    gathered = gather(key_value, 0, group or dist.group.WORLD)
+    key, value = _ContiguousGradient.apply(gathered).movedim(0, 3)
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mask = None
@@ -94,7 +95,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity. torch 2.11's exchange refuses a gradient that is not contiguous."""
+    """The identity. torch 2.11's collectives refuse a gradient that is not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

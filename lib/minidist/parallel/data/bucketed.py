@@ -114,6 +114,9 @@ class BucketedDDP(nn.Module):
             process that adds the gradients of as many micro-batches, if their number is a power of
             two. Slow: nothing overlaps, and every rank receives all gradients of all ranks.
 
+    A hook of your own that changes gradients belongs before wrapping: one that is registered later
+    runs when some have been copied and others have not.
+
     `.to(dtype)` and `.to(device)` also work after wrapping, on all ranks alike: the next backward
     makes new buckets. A copy or a pickle is refused, because hooks do not travel with it.
 
@@ -336,18 +339,24 @@ class BucketedDDP(nn.Module):
             )
         if torch._C._current_graph_task_id() != self._task:
             return  # in reentrant checkpointing: more may come, so `_finish` takes the sum
-        bucket.take(position)
+        self._take(bucket, position)
         if self._order_seen is not None:
             self._order_seen.append(parameter)
         if not bucket.waiting:
             self._launch()
+
+    def _take(self, bucket: FlatBucket, position: int) -> None:
+        bucket.take(position)
+        if not bucket.waiting:
+            with torch.no_grad():
+                bucket.pack(1 / self.num_active, self._as_view)
 
     def _fill(self, which: Callable[[nn.Parameter], bool]) -> None:
         """Let parameters take part whose gradients do not arrive in this backward."""
         for bucket in self._buckets:
             for position in sorted(bucket.waiting):
                 if which(bucket.parameters[position]):
-                    bucket.take(position)
+                    self._take(bucket, position)
 
     @torch.no_grad()
     def _launch(self) -> None:
@@ -357,7 +366,6 @@ class BucketedDDP(nn.Module):
             if bucket.waiting:
                 return
             self._num_launched += 1
-            bucket.pack(1 / self.num_active, self._as_view)
             bucket.work = self._reduce(bucket.flat)
 
     @torch.no_grad()

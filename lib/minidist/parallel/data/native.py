@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from minidist.parallel.compression import register_torch_hook
+from minidist.parallel.compression import torch_hook
 
 # torch has renamed this option; from torch 2.13 on, the old name gives a warning.
 _SYNC_BUFFERS = next(
@@ -66,6 +66,7 @@ def wrap_ddp(
         ValueError: there is no such hook, or not on this backend or device.
     """
     options = options or DDPOptions()
+    hook = torch_hook(options.hook, module, rank=options.powersgd_rank, group=group)
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
     device = next(module.parameters()).device
     ddp = DistributedDataParallel(
@@ -79,7 +80,7 @@ def wrap_ddp(
         **sync_buffers,
     )
     if options.hook != "none":
-        register_torch_hook(ddp, options.hook, rank=options.powersgd_rank, group=group)
+        ddp.register_comm_hook(*hook)
     return ddp
 
 

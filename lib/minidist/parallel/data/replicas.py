@@ -61,10 +61,13 @@ def broadcast_state(
 
 
 def quick_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """`module.modules()`, for every forward: a tenth of the time; shared ones come repeatedly."""
+    """`module.modules()` for every forward: in any order, and in a fraction of the time."""
+    seen: set[nn.Module] = set()
     modules: list[nn.Module | None] = [module]
     while modules:
-        if (each := modules.pop()) is not None:
+        each = modules.pop()
+        if each is not None and each not in seen:
+            seen.add(each)
             yield each
             modules += each._modules.values()
 

@@ -14,7 +14,7 @@ output have; torch inserts the collectives. Common mistakes:
 - Norms and position embedding are not split. If the plan does not contain them, their parameters
   stay plain tensors. `clip_grad_norm_` and optimizers with `foreach` (the default on GPUs) raise on
   a mix of plain tensors and DTensors. `distribute_module` makes them replicated DTensors.
-- With sequence parallelism each rank has a part of a norm's gradient, and a DTensor says so: Partial.
+- With sequence parallelism each rank has a part of a norm's gradient, and the DTensor is Partial.
   torch 2.11's `clip_grad_norm_` scales such a gradient wrongly. A hook adds the parts up first.
 
 Example, on each rank of a group of 2::
