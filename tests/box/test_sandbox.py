@@ -305,7 +305,10 @@ def test_packages_as_installed_in_site_packages_or_below_tmp(
     (site / "torchlike.py").write_text("")
     other = run_dir / "sockets"
     other.mkdir()
+    # This environment is not the one in the box, so its base interpreter is run.
+    base = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
     monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.setattr(sys, "executable", base)
     monkeypatch.setattr(minidist, "__file__", str(site / "minidist/__init__.py"))
     monkeypatch.setattr(sandbox, "_PACKAGE", site / "autograder")
     box = build_box(run_dir=other, withheld=["minidist.errors"], hide=[site / "torchlike.py"])
@@ -324,9 +327,7 @@ for act in (lambda: os.rename(run_dir, "/tmp/away"), lambda: open(run_dir + "/ne
     except OSError:
         pass
 """
-    # This environment is not the one in the box, so its base interpreter is run.
-    base = Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}")
-    done = _run(box, str(base), "-I", "-S", "-c", code)
+    done = _run(box, base, "-I", "-S", "-c", code)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert set(eval(lines[0])) <= INSIDE
