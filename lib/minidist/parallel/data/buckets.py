@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+LARGE = 2**16  # numbers of a gradient whose kernel takes longer than its launch
+
 
 class Work(Protocol):
     """A reduction in progress: torch's Work, or any object with `wait`."""
@@ -69,28 +71,36 @@ class FlatBucket:
         self._arrived.append((position, self.parameters[position].grad))
 
     def pack(self, scale: float, as_view: bool) -> None:
-        """Write scale * gradients into `flat`: few kernels for all, which a GPU starts sooner than
-        one for each.
+        """Write scale * gradients into `flat`.
+
+        Small ones have a few kernels for all of them, which a GPU starts sooner than one for each.
+        A large one has its own, which copies and scales in one pass over its memory.
 
         Args:
             as_view: let `p.grad` be the slot's memory from now on. This saves the copy back.
         """
-        slots, grads = [], []
+        slots, grads, unscaled = [], [], []
         for position, grad in self._arrived:
             slot = self.slots[position]
             if grad is None:
                 slot.zero_()
-            elif grad.data_ptr() != slot.data_ptr():  # else autograd has added to the slot directly
+                continue
+            if grad.data_ptr() == slot.data_ptr():  # autograd has added to the slot directly
+                unscaled.append(slot)
+                continue
+            if scale != 1 and grad.numel() >= LARGE:
+                torch.mul(grad.detach(), scale, out=slot)
+            else:
                 slots.append(slot)
                 grads.append(grad.detach())
-                if as_view:
-                    # A tensor of its own: `.to()` replaces its data.
-                    self.parameters[position].grad = slot.detach()
+            if as_view:
+                # A tensor of its own: `.to()` replaces its data.
+                self.parameters[position].grad = slot.detach()
         self._arrived.clear()  # what is not a view is not needed any more
         if slots:
             torch._foreach_copy_(slots, grads)
-        if scale != 1:
-            self.flat.mul_(scale)
+        if scale != 1 and (unscaled := slots + unscaled):
+            torch._foreach_mul_(unscaled, scale)
 
     def deliver(self, used: set[nn.Parameter] | None, as_view: bool) -> None:
         """After the reduction: every parameter's gradient becomes its slot, or a copy of it.
