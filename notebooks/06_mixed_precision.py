@@ -1497,6 +1497,18 @@ else:
 # %%rank 0
 measured = "this course's make gpu, one H100, 2026-11-27"
 bf16_peak = cost.H100.peak("bf16")
+gpt2_medium = GPTConfig(
+    num_layers=24, width=1024, num_heads=16, vocab_size=50304, context=1024, tied=True
+)
+step_memory = cost.memory_per_gpu(
+    model=cost.Transformer.from_config(gpt2_medium),
+    parallelism=cost.ParallelismConfig(),
+    micro_batch=8,
+    states=fp32_bytes,
+    fused_attention=True,
+    autocast=True,
+    framework_bytes=0,
+)
 display(
     claim(
         "H100 at peak, bf16 / fp32 (products of 8192: 15.8 measured)",
@@ -1519,6 +1531,14 @@ display(
         authority=measured,
     ),
     claim("its peak memory, bf16 / fp32", 0.78, status="cited", authority=measured),
+    claim(
+        "its peak memory in bf16 by the formulas, GiB (16.1 measured)",
+        step_memory.total / cost.GIB,
+        16.1,
+        rtol=0.03,
+        authority=measured,
+        why="states in fp32, activations and copies of the weights as autocast keeps them",
+    ),
 )
 
 # %% [markdown]
