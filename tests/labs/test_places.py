@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autograder.criteria.common.places import on_own_node, on_two_nodes
+from autograder.criteria.common.pretending import namespace
 from autograder.criteria.criterion import Context
 from minidist.device import choose_device
 
@@ -50,3 +51,11 @@ def test_beside_one_gpu_every_rank_stays_on_the_cpu(where, world_size, monkeypat
 
 def _first(observe):
     return lambda subject, inputs, context: observe(subject[0], inputs, context)
+
+
+def test_names_are_the_notebooks_whatever_wraps_a_function():
+    notebook = types.ModuleType("notebook")
+    exec("import functools, torch\n@torch.no_grad()\ndef plain(): ...", vars(notebook))
+    exec("@functools.wraps(dict)\ndef odd(): ...", vars(notebook))
+    for written in (notebook.plain, notebook.odd, (notebook.plain, print)):
+        assert namespace(written) is vars(notebook)

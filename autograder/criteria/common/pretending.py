@@ -31,7 +31,8 @@ def namespace(written: Any) -> dict[str, Any]:
     """The global names that a function or class of the notebook uses; of several, the first's."""
     first = written[0] if isinstance(written, tuple) and written else written
     if inspect.isfunction(first):
-        return inspect.unwrap(first).__globals__  # torch.no_grad's wrapper has torch's
+        # The wrapper of torch.no_grad() has torch's names.
+        return getattr(inspect.unwrap(first), "__globals__", first.__globals__)
     home = sys.modules.get(getattr(first, "__module__", ""), sys.modules["__main__"])
     return vars(home)
 
