@@ -78,18 +78,19 @@ def grade(recorder: Recorder, course: Path, lab: str, gpus: int) -> None:
 
     Raises:
         NotHereError: packages that grading needs are not installed.
-        RuntimeError: the grader failed, or took too long.
+        RuntimeError: the grader failed.
+        TimeoutError: it took too long.
     """
     require_packages()
     make_course(course)
-    solution, out = solution_of(lab), course / f"{lab}.json"
+    out = course / f"{lab}.json"
     start_s = time.perf_counter()
     # Ours, and read by many: it may run where there is no sandbox.
     command = [
         "-m",
         "autograder",
         "grade",
-        str(solution),
+        str(solution_of(lab)),
         "--lab",
         lab,
         "--trusted",
@@ -98,11 +99,20 @@ def grade(recorder: Recorder, course: Path, lab: str, gpus: int) -> None:
         str(out),
     ]
     if not is_installed():  # a sandbox would not have what PYTHONPATH leads to
-        command = ["-c", GRADE_OPENLY, str(course), lab, str(solution), str(out), "0"]
+        command = openly(course, lab, out)
     run_python(course, command, min(LIMIT_S, recorder.left_s - 5))
     seconds = time.perf_counter() - start_s
     record = json.loads(out.read_text("utf-8"))[0]
     report(recorder, lab, record, seconds, gpus)
+
+
+def openly(course: Path, lab: str, out: Path, ranks: int = 0) -> list[str]:
+    """Arguments of a Python that grades the lab's solution without a sandbox.
+
+    Args:
+        ranks: 0 for as many as a class is graded on.
+    """
+    return ["-c", GRADE_OPENLY, str(course), lab, str(solution_of(lab)), str(out), str(ranks)]
 
 
 def solution_of(lab: str) -> Path:

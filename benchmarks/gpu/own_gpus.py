@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.device import count_ranks, num_gpus
-from gpu.labs import GRADE_OPENLY, make_course, require_packages, run_python, solution_of
+from gpu.labs import make_course, openly, require_packages, run_python
 from gpu.recorder import NotHereError, Recorder
 from gpu.rows import ROOT
 from gpu.sizes import Sizes
@@ -46,8 +46,7 @@ def grade_all(recorder: Recorder, course: Path, ranks: int, labs: Sequence[str])
         if (left_s := recorder.left_s - ENDING_S) < 0:
             raise TimeoutError("no time was left for it")
         out = course / f"{lab}.json"
-        given = [str(course), lab, str(solution_of(lab)), str(out), str(ranks)]
-        run_python(course, ["-c", GRADE_OPENLY, *given], left_s)
+        run_python(course, openly(course, lab, out, ranks), left_s)
         return json.loads(out.read_text("utf-8"))[0]
 
     def check(lab: str, record: Future[dict[str, Any]]) -> None:

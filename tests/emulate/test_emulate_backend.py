@@ -238,6 +238,36 @@ def test_odd_tensors_groups_objects_and_futures():
     assert trace.faults == []
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_message_is_matched_by_its_size_as_gloo_and_nccl_do(late):
+    def flat_to_matrix():
+        rank, token, matrix = dist.get_rank(), torch.zeros(1), torch.empty(2, 3)
+        if rank == late:
+            dist.recv(token, 1 - rank, tag=1)  # so the other end has come first
+        work = dist.isend(torch.arange(6.0), 1) if rank == 0 else dist.irecv(matrix, 0)
+        if rank != late:
+            dist.send(token, late, tag=1)
+        work.wait()
+        return matrix
+
+    (_, got), trace = run_traced(flat_to_matrix, 2)
+    close(got, torch.arange(6.0).reshape(2, 3))
+    assert sorted(c.shape for c in trace.collectives) == [(1,), (6,)]
+
+
+@pytest.mark.parametrize("wanted", [torch.empty(5), torch.empty(6, dtype=torch.float64)])
+def test_a_message_of_another_size_or_dtype_is_a_mismatch(wanted):
+    def ends():
+        if dist.get_rank() == 0:
+            dist.isend(torch.ones(6), 1)
+            return
+        with pytest.raises(RuntimeError, match="disagree"):
+            dist.recv(wanted, 0)
+
+    _, trace = run_traced(ends, 2)
+    assert len(trace.faults) == 1
+
+
 def test_the_broker_keeps_payloads_when_asked():
     def reduce_twice():
         rank = dist.get_rank()

@@ -1250,6 +1250,31 @@ def test_data_parallel_carries_autocast_into_its_threads_and_errors_out_of_them(
         DataParallel(nn.Linear(3, 3), ["meta", "cpu"])
 
 
+def pack_early():
+    """How many gradients are in no bucket when the last one arrives; the first bucket waits."""
+    dist.init_process_group("gloo")
+    used, unused = (nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(n))) for n in (6, 1))
+    model = nn.ModuleList([used, unused])
+    model.forward = lambda x: used(x)
+    ddp = BucketedDDP(
+        model, bucket_bytes=256, first_bucket_bytes=256, reorder=False, gradient_as_bucket_view=True
+    )
+    slots = {slot.data_ptr() for bucket in ddp.buckets for slot in bucket.slots}
+    outside = []
+
+    def look(_: Any) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        outside.append(sum(grad.data_ptr() not in slots for grad in grads))
+
+    used[0].weight.register_post_accumulate_grad_hook(look)
+    ddp(torch.randn(3, 8)).sum().backward()
+    return len(ddp.buckets), outside
+
+
+def test_a_complete_bucket_frees_its_gradients_though_an_earlier_one_waits():
+    assert run(pack_early, 2) == [(7, [0])] * 2
+
+
 @pytest.mark.gpu
 def test_data_parallel_on_gpus():
     devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(2)]

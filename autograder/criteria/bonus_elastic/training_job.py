@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.launched import ON_CPU, run_script
+from autograder.criteria.common.launched import ON_CPU, find_script, run_script
 from autograder.criteria.criterion import Draw, Finding, Values
 
 RUN_DEADLINE_S = 120.0  # a run takes one or two seconds; the rest is for a busy machine
@@ -59,11 +59,7 @@ class Job:
     """A folder with the script, the stand-in, the data and the checkpoints."""
 
     def __init__(self, path: Any, inputs: Values, folder: Path) -> None:
-        source = Path(path)
-        if not source.is_file():
-            raise FileNotFoundError(
-                f"{source}: expected a script in {Path.cwd()}; run the cell above"
-            )
+        source = find_script(path)
         self.inputs, self.folder = inputs, folder
         self.script = folder / source.name
         self.checkpoints, self.out = folder / "checkpoints", folder / "out.npz"

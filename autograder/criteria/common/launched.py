@@ -23,6 +23,17 @@ ELSEWHERE = ".elsewhere"  # a rank's file with this ending: where it was to meet
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a check may have more ranks than there are GPUs
 
 
+def find_script(path: Any) -> Path:
+    """
+    Raises:
+        FileNotFoundError: the student's script is not there.
+    """
+    script = Path(path)
+    if not script.is_file():
+        raise FileNotFoundError(f"{script}: expected a script in {Path.cwd()}; run the cell above")
+    return script
+
+
 def run_script(
     script: Path,
     arguments: list[str],

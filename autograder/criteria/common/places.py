@@ -83,13 +83,10 @@ def on_cpu(written: Any) -> Iterator[None]:
     Args:
         written: of the notebook; it may have imported torch's functions by name.
     """
-    on_gpu = {
-        name: torch.device("cpu")
-        for name, value in namespace(written).items()
-        if isinstance(value, torch.device) and value.type == "cuda"
-    }
+    names = namespace(written)
+    gpus = [n for n, v in names.items() if isinstance(v, torch.device) and v.type == "cuda"]
     instead = {(torch.cuda, "is_available"): lambda: False, (torch.cuda, "device_count"): lambda: 0}
-    with pretending(written, instead), having(namespace(written), on_gpu):
+    with pretending(written, instead), having(names, dict.fromkeys(gpus, torch.device("cpu"))):
         yield
 
 

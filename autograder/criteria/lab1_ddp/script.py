@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data.distributed import DistributedSampler
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.launched import ELSEWHERE, ON_CPU, run_script
+from autograder.criteria.common.launched import ELSEWHERE, ON_CPU, find_script, run_script
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 SCRIPT_DEADLINE_S = 120.0  # a right script takes about 5 s; machines may be busy
@@ -38,9 +38,7 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
     """Rank 0 runs the script on new ranks and reads the file that the script writes."""
     if context.rank != 0:
         return {}
-    script = Path(path)
-    if not script.is_file():
-        raise FileNotFoundError(f"{script}: expected a script in {Path.cwd()}; run the cell above")
+    script = find_script(path)
     with tempfile.TemporaryDirectory() as folder:
         data, out, log = (Path(folder, name) for name in ("in.npz", "0/out.npz", "log.txt"))
         np.savez(data, **inputs)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autograder.criteria.common.launched import write_to
+from autograder.criteria.common.launched import find_script, write_to
 from autograder.criteria.common.script_worker import ScriptError, work
 from autograder.criteria.criterion import Values
 from minidist.processes.fork_server import Child, fork
@@ -77,11 +77,7 @@ class Job:
     """A folder with the script, the stand-in, a data file per node, and the shared checkpoints."""
 
     def __init__(self, path: Any, inputs: Values, folder: Path) -> None:
-        script = Path(path)
-        if not script.is_file():
-            raise FileNotFoundError(
-                f"{script}: expected a script in {Path.cwd()}; run the cell above"
-            )
+        script = find_script(path)
         self.name, self.inputs, self.folder = script.name, inputs, folder
         self.checkpoints = folder / "checkpoints"
         shutil.copy(script, folder / script.name)

@@ -90,6 +90,7 @@ class Slot:
         # Not the shapes: gloo and NCCL send a flat tensor into a buffer with the layer's shape.
         if (sent.dtype, sent.numel) != (wanted.dtype, wanted.numel):
             return False
+        self.record.shape = sent.shape  # not that of whoever came first
         self.ready.add(wanted.rank)
         self.results[wanted.rank] = sent.payload
         sent.payload = np.empty(0, np.uint8)  # so that the payload is freed after the fetch

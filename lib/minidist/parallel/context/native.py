@@ -52,7 +52,7 @@ def all_gather_attention(
     gather = gather or functional.all_gather_tensor_autograd  # its name before torch 2.13
     key_value = torch.stack([key_BHTK, value_BHTK]).movedim(3, 0).contiguous()
     gathered = gather(key_value, 0, group or dist.group.WORLD)
-    key, value = _ContiguousGradient.apply(gathered).movedim(0, 3)
+    key, value = _with_contiguous_gradient(gathered).movedim(0, 3)
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mask = None
@@ -91,19 +91,14 @@ def _exchange(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     parts = [x.shape[0] // size] * size
     exchange: Any = functional.all_to_all_single_autograd
     out = exchange(x.contiguous(), parts, parts, group or dist.group.WORLD)
-    return _ContiguousGradient.apply(out)
+    return _with_contiguous_gradient(out)
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity. torch 2.11's collectives refuse a gradient that is not contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].contiguous()
+def _with_contiguous_gradient(x: Tensor) -> Tensor:
+    """The same tensor; torch 2.11's collectives refuse a gradient that is not contiguous."""
+    if x.requires_grad:
+        x.register_hook(Tensor.contiguous)
+    return x
 
 
 def _positions(num_tokens: int, rank: int, size: int, layout: Layout) -> tuple[Tensor, Tensor]:
