@@ -382,7 +382,10 @@ def idle_seconds(
 def micro_batches_for(num_stages: int, most_bubble: float) -> int:
     """The smallest number of micro-batches whose bubble is `most_bubble` or less."""
     ### BEGIN SOLUTION
-    return max(1, math.ceil((num_stages - 1) * (1 - most_bubble) / most_bubble))
+    number = max(1, math.floor((num_stages - 1) * (1 - most_bubble) / most_bubble))
+    while bubble_fraction(num_stages, number) > most_bubble:  # rounding must not decide
+        number += 1
+    return number
     ### END SOLUTION
 
 
