@@ -150,11 +150,11 @@ def show(draw: Callable, width: float = 7.5, height: float = 2.8, columns: int =
 # **Write `accumulate_gradients(model, micro_batches, loss_fn)`.** One device, no ranks yet.
 #
 # - `micro_batches` is a list of `(x, y)`. `loss_fn(model(x), y)` is the mean over the samples of
-#   one. A sample is `x[j]`, whatever its shape.
+#   one. A sample is `x[j]`, whatever its shape. Another micro-batch may have another shape.
 # - Afterwards every `p.grad` is the gradient of the mean loss over *all* samples. The gradients are
 #   clear when you are called. There is no optimizer here: do not step.
 # - Two layers may share a parameter. Another may be frozen: its `p.grad` stays `None`.
-# - Return that mean loss, as a `float`.
+# - Return that mean loss, as a `float`. A tensor of one number will do.
 # - Never hold more than two micro-batches' activations. The check runs you on an emulated device
 #   that is out of memory at two and a half.
 #
@@ -297,8 +297,9 @@ check("accum_memory", accumulate_gradients)
 #   step.
 # - Old gradients never enter: not those of the step before, and not what somebody has left in
 #   `p.grad` before the epoch.
-# - `max_norm`: if it is given, the norm over all parameters of the accumulated gradient is at most
-#   that, when the optimizer steps. Clip once per step, with `nn.utils.clip_grad_norm_`.
+# - `max_norm`: if it is given, the norm of the accumulated gradient, over all parameters of the
+#   model, is at most that when the optimizer steps. Clip once per step, with
+#   `nn.utils.clip_grad_norm_`.
 # - `scheduler`: if it is given, `scheduler.step()` once, right after each `optimizer.step()`.
 # - Return the number of optimizer steps, an `int`.
 #
@@ -455,8 +456,9 @@ check("accum_schedule", train_epoch)
 # - Afterwards every `p.grad`, on every rank, is the gradient of the mean loss over all samples of
 #   all ranks. Gradients are clear when you are called. Do not step.
 # - Go through the micro-batches in their order, each forward and backward once. Forward and
-#   backward of all but the last are inside `no_sync()`.
-# - Return the mean loss over all samples of *all* ranks, a `float`, the same on every rank.
+#   backward of all but the last are inside `no_sync()`. The last one is outside.
+# - Return the mean loss over all samples of *all* ranks, the same on every rank: a `float`, or a
+#   tensor of one number.
 # - Gradients travel once per call, and so does the loss. Everything has arrived when you return.
 #
 # <details><summary>Hint 1: now with, now without</summary>
@@ -639,7 +641,7 @@ check("accum_ddp_time", accumulate_ddp)
 # - Afterwards every `p.grad` is the gradient of the mean over all counted tokens of all ranks.
 #   Return that mean, the same on every rank.
 # - As in task 3, gradients are clear when you are called and travel once, and each micro-batch goes
-#   forward and backward by itself. Do not step.
+#   forward and backward by itself. How counts and the loss travel is up to you. Do not step.
 #
 # <details><summary>Hint 1: what you need to know first</summary>
 #
@@ -752,7 +754,7 @@ check("accum_token_traffic", accumulate_tokens)
 # - `max_norm`: if it is given, it limits the norm of the true, unscaled gradient.
 # - An overflow on *one* rank skips the step on *all* of them. If gradients are synchronised as they
 #   should be, you need not do anything for it. Why?
-# - Gradients are clear when you are called. Return nothing.
+# - Gradients are clear when you are called. Afterwards they may hold anything. Return nothing.
 #
 # <details><summary>Hint: which device?</summary>
 #

@@ -154,7 +154,12 @@ def _judge_weights(
     for rank, answer in enumerate(case.answers):
         if any(finding.rank == rank for finding in findings):
             continue
-        weights = weights_of(basis, collect(answer, f"g{call}", len(basis[0])))
+        got = collect(answer, f"g{call}", len(basis[0]))
+        # Micro-batches may happen to hold the same tokens: then weights are not unique.
+        right = weights_of([_weighted(basis, expected)], got)
+        if right is not None and are_close(right, [1.0]):
+            continue
+        weights = weights_of(basis, got)
         if weights is None:
             findings.append(
                 Finding(
@@ -173,6 +178,10 @@ def _judge_weights(
                     rank,
                 )
             )
+
+
+def _weighted(basis: list[Gradient], weights: Sequence[float]) -> Gradient:
+    return [np.tensordot(weights, np.stack(parts), axes=1) for parts in zip(*basis, strict=True)]
 
 
 def _expected(weights: Sequence[float], k: int) -> str:
@@ -244,18 +253,24 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def draw_tokens(draw: Draw) -> list[Values]:
     """Padded targets: token counts, at least 1, differ a lot between ranks and micro-batches.
 
-    So do the shapes of micro-batches.
+    So do the shapes of micro-batches. In some full ones every target is token 0: it counts, too.
     """
-    return _draw_tokens(draw, SHAPES, DENSE)
+    inputs = _draw_tokens(draw, SHAPES, DENSE)
+    for values in inputs:
+        for i in range(values["ks"][1]):
+            targets = values[f"y/1/{i}"]
+            if i % 2 and IGNORED not in targets:
+                targets[:] = 0
+    return inputs
 
 
 def draw_equal_shapes(draw: Draw) -> list[Values]:
-    """Like `draw_tokens`, with one shape for all micro-batches, and padding only at the end."""
-    return _draw_tokens(draw, SHAPES[:1], SHAPES[0], gaps=False)
+    """Like `draw_tokens`, but plain: one shape, padding only at the end, and no token 0."""
+    return _draw_tokens(draw, SHAPES[:1], SHAPES[0], plain=True)
 
 
 def _draw_tokens(
-    draw: Draw, shapes: Sequence[tuple[int, int]], dense_shape: tuple[int, int], gaps: bool = True
+    draw: Draw, shapes: Sequence[tuple[int, int]], dense_shape: tuple[int, int], plain: bool = False
 ) -> list[Values]:
     rng = draw.shared()
     ks = [1, int(rng.integers(2, 5))]
@@ -269,11 +284,13 @@ def _draw_tokens(
             for i in range(k):
                 # One rank has mostly full micro-batches, and every rank has one sparse one.
                 sparse = rank != dense or (i == 0 and k > 1)
-                shape = shapes[(rank + i) % len(shapes)] if sparse else dense_shape
+                # Beside a very large one, nobody could see how a sparse one is counted.
+                full_shape = dense_shape if call == 0 else SHAPES[0]
+                shape = shapes[(rank + i) % len(shapes)] if sparse else full_shape
                 values[f"x/{call}/{i}"] = own.integers(VOCABULARY, size=shape)
-                targets = own.integers(VOCABULARY, size=shape)
+                targets = own.integers(int(plain), VOCABULARY, size=shape)
                 count = int(own.integers(1, 5)) if sparse else targets.size
-                places = own.permutation(targets.size) if gaps else np.arange(targets.size)
+                places = np.arange(targets.size) if plain else own.permutation(targets.size)
                 hidden = places[count:]
                 targets.reshape(-1)[hidden] = IGNORED
                 values[f"y/{call}/{i}"] = targets

@@ -200,21 +200,13 @@ class _Call:
         Args:
             waits: it has to have waited for it, too, before the next accumulation.
         """
-        if self.num_numbers > MAX_NUMBERS:  # what travelled before is in what travels at the end
-            times = self.num_numbers / (GRADIENT_BYTES / 4)
-            twin = case.inputs[self.rank].get("twin")
-            return Finding(
-                f"as many numbers travelled as {times:.1f} times the gradients: only the last of "
-                f"{MICRO_BATCHES} micro-batches synchronises."
-                + (f" (Number {twin} is the same pair of tensors.)" if twin is not None else ""),
-                self.rank,
-            )
         for number, by in enumerate(self._carriers(case)):
             what = (
                 f"the accumulated {('weight', 'bias')[number % 2]} gradient of layer {number // 2}"
             )
             if not by:
-                return Finding(
+                # What has travelled before is in what travels at the end.
+                return self.too_many_numbers(case) or Finding(
                     f"{what} did not travel in accumulation {self.call}: the sum over all "
                     "micro-batches has to.",
                     self.rank,
@@ -225,6 +217,19 @@ class _Call:
                     self.rank,
                 )
         return None
+
+    def too_many_numbers(self, case: Case) -> Finding | None:
+        """A finding if gradients travelled more than once. One criterion asks for it by itself."""
+        if self.num_numbers <= MAX_NUMBERS:
+            return None
+        times, twin = self.num_numbers / (GRADIENT_BYTES / 4), case.inputs[self.rank].get("twin")
+        return Finding(
+            f"as many numbers travelled as {times:.1f} times the gradients: only the last of "
+            f"{MICRO_BATCHES} micro-batches synchronises, and what DDP has averaged does not "
+            "travel again."
+            + (f" (Number {twin} is the same pair of tensors.)" if twin is not None else ""),
+            self.rank,
+        )
 
     def _carriers(self, case: Case) -> list[list[Collective]]:
         """Per parameter the collectives that carried its accumulated gradient.
@@ -313,6 +318,7 @@ def judge_collectives(case: Case) -> Iterator[Finding]:
             yield call
         elif problem := (
             _too_many_bytes(call, "DDP decides in forward: is that inside no_sync() too?")
+            or call.too_many_numbers(case)
             or _too_many(call)
             or call.missing(case)
             or _in_other_order(call)

@@ -70,7 +70,7 @@ def draw_unequal(draw: Draw) -> list[Values]:
     """One group of equal micro-batches, then three groups of micro-batches that differ in size.
 
     In the last of them a sample is a sequence, longer in some micro-batches: who counts numbers
-    instead of samples is wrong. Then a group for whoever goes through p.grad by hand: two layers
+    instead of samples is wrong. Then a group for whoever touches p.grad by hand: two layers
     share a bias, and another bias is frozen. The group `again` has the model of the group before.
     """
     rng = draw.shared("sequences")
@@ -136,11 +136,13 @@ def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Valu
             (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
             for x, y in batches_of(inputs, group)
         ]
+        frozen = [p for p in model.parameters() if not p.requires_grad]
         loss = number_or_none(accumulate_gradients(model, batches, loss_fn))
         if loss is not None:
             answer[f"loss/{group}"] = np.array(loss)
         for i, p in enumerate(model.parameters()):
             answer[f"g{group}/{i}"] = oracle.grad_of(p)
+        answer[f"filled/{group}"] = any(p.grad is not None for p in frozen)
     return answer
 
 
@@ -220,6 +222,13 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
                     f"micro-batches of {counts} samples entered with {total:.3g} times the weight "
                     f"that they should have: there are {sum(counts)} samples, and every one of "
                     f"them counts.{where}",
+                    rank,
+                )
+                break
+            if told(answer, f"filled/{group}") is True:
+                yield Finding(
+                    "a frozen parameter has a gradient afterwards: its p.grad stays None. Zeros "
+                    "are a gradient, too: with weight decay the optimizer would move it.",
                     rank,
                 )
                 break

@@ -72,7 +72,11 @@ def _judge(case: Case, judge_run: Any) -> Iterator[Finding]:
             # What an epoch before has left is not judged here.
             extra = basis_of(case.inputs[rank], number - 1) if run.get("goes_on") else ()
             steps = _steps(case, rank, number, extra)
-            message = steps if isinstance(steps, str) else judge_run(rank, number, run, steps)
+            if isinstance(steps, str):
+                by_groups = " Is all of it clipped by one factor?" if run.get("groups") else ""
+                message = steps + by_groups
+            else:
+                message = judge_run(rank, number, run, steps)
             if message:
                 head = f"{run['n']} batches, accumulation_steps={run['k']}: "
                 yield Finding(head + message, rank)
@@ -153,6 +157,12 @@ def judge_tail(case: Case) -> Iterator[Finding]:
         tail = list(range(n // k * k, n))
         last = steps[-1] if steps else None
         whole = len(tail)
+        if (uneven := _uneven(steps[:-1])) is not None:
+            weights = show(steps[uneven].weights[steps[uneven].new])
+            return (
+                f"optimizer step {uneven} took in batches {steps[uneven].new} with weights "
+                f"{weights}, expected equal ones: only batches {tail} are in the smaller group."
+            )
         if _keeps_last(case, rank):
             tail = tail[-1:]
         if last is None or not set(tail) & set(last.new):
@@ -169,6 +179,13 @@ def judge_tail(case: Case) -> Iterator[Finding]:
         return "" if got in (count, len(steps)) else f"{count} optimizer steps, but returned {got}."
 
     return _judge(case, judge_run)
+
+
+def _uneven(steps: Sequence[_Step]) -> int | None:
+    """The number of the first step whose batches do not enter with equal weights."""
+    entered = [step.weights[step.new] for step in steps]
+    wrong = (i for i, w in enumerate(entered) if w.size and not are_close(w, [w.mean()] * w.size))
+    return next(wrong, None)
 
 
 def _with_batches(steps: list[_Step]) -> list[_Step]:
@@ -261,7 +278,9 @@ def judge_clip(case: Case) -> Iterator[Finding]:
                     f"max_norm={limit:.4g}: the norm was made {size:.4g} although it was "
                     "below the limit: clipping never enlarges."
                 )
-            if not are_close(entered, np.full(entered.shape, entered.mean())):
+            # A whole group before a smaller one is judged by `judge_tail`.
+            judged = step is steps[-1] or run["n"] % run["k"] == 0
+            if judged and _uneven([step]) is not None:
                 return (
                     f"max_norm={limit:.4g}: batches entered with weights {show(entered)}, "
                     "expected equal ones: clip the accumulated gradient once, not that of "

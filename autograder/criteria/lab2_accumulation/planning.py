@@ -191,7 +191,7 @@ def judge_convergence(case: Case) -> Iterator[Finding]:
             if begun is not None and not np.isclose(begun, expected[0], rtol=1e-3):
                 hint = (
                     "It is wrong from the first step: does every k begin with a new make_model(), "
-                    "and with the first samples?"
+                    "and with the first samples, each on one rank only?"
                 )
             if wrong := oracle.differs(rank, f"curve of k={k}", got, expected, hint=hint):
                 yield wrong
