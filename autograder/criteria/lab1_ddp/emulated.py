@@ -61,11 +61,13 @@ EFFICIENCY = 0.9
 AFTER_BACKWARD = 0.63  # efficiency of reducing after backward on the grading cluster
 
 # The network of `ddp_buckets`, from the first layer to the last: one whose weight is larger than a
-# bucket; three, of which no two fit; four of which all fit, or two where they are in float64; and
-# another one that is larger, with which backward begins. What each weight takes of a bucket in
+# bucket; three, of which no two fit; four of which all fit, but only two where they are in float64;
+# and another one that is larger, with which backward begins. What each weight takes of a bucket in
 # float32:
 SHARES = (1.5, 0.6, 0.6, 0.6, 0.24, 0.24, 0.24, 0.24, 1.5)
-MIXED = (4, 5, 6, 7, 8)  # layers that are in float64 in a second run
+# Layers that are in float64 in a second run. Beside them, in both directions, there are float32
+# gradients that would fit into the same bucket.
+MIXED = (4, 5, 6, 8)
 NARROW = 24
 
 
@@ -270,10 +272,11 @@ def _last_steps(case: Case) -> list[_Step] | list[Finding]:
 
 
 def judge_buckets(case: Case) -> Iterator[Finding]:
-    """No bucket is larger than the cap, unless it holds a single parameter.
+    """No bucket is larger than the cap, unless it holds a single parameter, or holds two dtypes.
 
     Every choice is right that keeps this: a MB of 10^6 or of 2^20 bytes, smaller buckets, one
-    parameter for each, whatever stands in an all-reduce beside the gradients.
+    parameter for each, whatever stands in an all-reduce beside the gradients. Where float64 is
+    rounded to float32 to share a bucket, that is `judge_tied`'s matter.
     """
     cap = case.inputs[0]["cap_mb"]
     for step in _last_steps(case):
@@ -288,10 +291,17 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
             buckets.setdefault(collective.key, []).append(number)
         doubles = step.inputs["runs"][step.step // STEPS]
         parameters = list(make_model(step.inputs, None, doubles).parameters())
+        is_rounded = any(
+            parameters[number].dtype == torch.float64 and collective.dtype != "float64"
+            for number, (_, collective) in step.carried.items()
+        )
         for numbers in buckets.values():
             size = sum(parameters[number].nbytes for number in numbers)
+            listed = ", ".join(_show(parameters[number]) for number in numbers)
+            if not is_rounded and len({parameters[number].dtype for number in numbers}) > 1:
+                yield Finding(f"a bucket carried gradients of two dtypes ({listed}).", step.rank)
+                break
             if len(numbers) > 1 and size > cap * MEGABYTE:
-                listed = ", ".join(_show(parameters[number]) for number in numbers)
                 yield Finding(
                     f"bucket_cap_mb={cap:g}: a bucket carried {size / MEGABYTE:.3f} MB of "
                     f"gradients ({listed}).",

@@ -75,7 +75,7 @@ def observe_setup(functions: Any, inputs: Values, context: Context) -> Values:
     }
 
 
-class _Place:
+class Place:
     """One place of the virtual cluster: the environment and GPUs, and what was called there."""
 
     def __init__(
@@ -136,6 +136,12 @@ class _Place:
             (torch.cuda, "device_count"): lambda: self.gpus,
             (torch.cuda, "set_device"): self.set_device,
             (torch.cuda, "current_device"): lambda: max(0, self.current),
+            (torch.accelerator, "is_available"): lambda: self.gpus > 0,
+            (torch.accelerator, "device_count"): lambda: self.gpus,
+            (torch.accelerator, "set_device_index"): self.set_device,
+            (torch.accelerator, "current_accelerator"): lambda *_, **__: (
+                torch.device("cuda") if self.gpus else None
+            ),
         }
 
 
@@ -145,9 +151,9 @@ def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:
     Rank 0 tries two more, where it is the only rank of its world.
     """
     ranks = range(context.rank, NODES * PER_NODE, context.world_size)
-    places = [_Place(rank, gpus) for rank in ranks for gpus in GPUS]
+    places = [Place(rank, gpus) for rank in ranks for gpus in GPUS]
     if context.rank == 0:
-        places += [_Place(0, gpus, world_size=1, per_node=1) for gpus in (0, 1)]
+        places += [Place(0, gpus, world_size=1, per_node=1) for gpus in (0, 1)]
     for place in places:
         with (
             mock.patch.dict(os.environ, place.environment),
@@ -178,7 +184,7 @@ def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:
 
 def _observe_no_address(setup_distributed: Any) -> str:
     """Where ranks meet if the environment does not say where; "" if they do not, as in torch."""
-    place = _Place(rank=0, gpus=0)
+    place = Place(rank=0, gpus=0)
     with (
         mock.patch.dict(os.environ, place.environment),
         pretending(setup_distributed, place.instead()),
@@ -192,7 +198,7 @@ def _observe_no_address(setup_distributed: Any) -> str:
 
 def _observe_cleanup(cleanup: Any) -> bool:
     """Whether `cleanup` leaves a process group; then it is called where there is none."""
-    place = _Place(rank=0, gpus=0)
+    place = Place(rank=0, gpus=0)
     with mock.patch.dict(os.environ, place.environment), pretending(cleanup, place.instead()):
         place.joined = 1
         cleanup()

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from torch.utils.data.distributed import DistributedSampler
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.launched import ELSEWHERE, ON_CPU, find_script, run_script
+from autograder.criteria.common.launched import (
+    ELSEWHERE,
+    ON_CPU,
+    find_script,
+    run_script,
+    write_to,
+)
+from autograder.criteria.common.pretending import pretending
+from autograder.criteria.common.script_worker import ScriptError, work
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab1_ddp.joining import PER_NODE, Place
+from minidist.errors import LaunchError
+from minidist.launch import run
 
 SCRIPT_DEADLINE_S = 120.0  # a right script takes about 5 s; machines may be busy
+JOINING_DEADLINE_S = 15.0
+GPUS = (PER_NODE - 1, PER_NODE)  # of a node where the script is only watched until it joins
 SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
 
 
@@ -72,7 +88,48 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
             )
         with np.load(out, allow_pickle=False) as saved:
             found = {k: saved[k] for k in saved.files if k == "losses" or k in inputs}
-        return found | {"writers": writers, "elsewhere": elsewhere}
+        backends = _find_backends(script, arguments, Path(folder))
+        return found | {"writers": writers, "elsewhere": elsewhere, "backends": backends}
+
+
+class _HasJoinedError(BaseException):
+    """Ends a script that has joined; no `except Exception` of its own may catch it."""
+
+
+class _Door(Place):
+    """A place of task 1's virtual cluster, at which a script goes no further than joining."""
+
+    def init_process_group(self, *args: Any, **options: Any) -> None:
+        super().init_process_group(*args, **options)
+        raise _HasJoinedError
+
+
+def _find_backends(script: Path, arguments: list[str], folder: Path) -> list[str]:
+    """The backend that the script names at each number of GPUs; "" if it does not come that far.
+
+    There is no GPU here, so it cannot go on.
+    """
+    with suppress(LaunchError):  # what fails before it joins may need a real GPU
+        given = (_join, 1, str(script.resolve()), arguments, str(folder))
+        return run(*given, deadline_s=JOINING_DEADLINE_S, env=ON_CPU)[0]
+    return []
+
+
+def _join(script: str, arguments: list[str], folder: str) -> list[str]:
+    """The first rank of the second node starts the script, once for each number of GPUs."""
+    write_to(Path(os.devnull))
+    os.chdir(folder)
+    backends = []
+    for gpus in GPUS:
+        door = _Door(PER_NODE, gpus)
+        with (
+            mock.patch.dict(os.environ, door.environment),
+            pretending(work, door.instead()),
+            suppress(ScriptError),
+        ):
+            work(script, arguments)
+        backends.append(door.backend)
+    return backends
 
 
 def judge_script(case: Case) -> Iterator[Finding]:
@@ -89,6 +146,15 @@ def judge_script(case: Case) -> Iterator[Finding]:
             f"init_process_group was to meet at {elsewhere[0]}: ranks on other machines know only "
             "torchrun's place."
         )
+    backends = case.answers[0].get("backends")
+    for gpus, backend in zip(GPUS, backends if isinstance(backends, list) else [], strict=False):
+        expected = "nccl" if gpus >= PER_NODE else "gloo"
+        if backend and expected not in backend:
+            yield Finding(
+                f"on a node of {PER_NODE} ranks and {gpus} GPUs, expected backend {expected}, got "
+                f"{backend}: nccl if every rank of the machine can have a GPU of its own, else "
+                "gloo."
+            )
     parameters, mean = _train(given, case.world_size)
     for i, expected in enumerate(parameters):
         hint = (
