@@ -246,7 +246,7 @@ check("setup", (setup_distributed, cleanup))
 #
 # - Move the model to `device` *before* you wrap it.
 # - Return a `torch.nn.parallel.DistributedDataParallel` around it.
-# - Pass `device_ids` only on a GPU. On the CPU it must stay out.
+# - On a GPU pass `device_ids`. On the CPU leave it out, or pass `None`.
 #
 # <details><summary>Hint</summary>
 #
@@ -854,7 +854,7 @@ check("script", "train_ddp.py")
 #
 # - `True` if every parameter's gradient is the same on all ranks, `False` if not. Same means: no
 #   two ranks' entries differ by more than `tol`, an absolute number. Compare float64 gradients in
-#   float64: `tol` may be 1e-12.
+#   float64: `tol` may be 1e-12. No gradient holds NaN or inf.
 # - All ranks return the same answer, also when only one rank differs. A Python `bool`.
 # - A gradient that is `None` counts as equal only if it is `None` on all ranks.
 # - It changes no gradient.
@@ -985,7 +985,7 @@ check("gradients_in_sync", gradients_in_sync)
 #   `ddp_scaling` measures that;
 # - fill the buckets in *reverse* order of `module.parameters()`: that is about the order in which
 #   gradients come;
-# - one bucket holds one dtype.
+# - one bucket holds one dtype. Another dtype may close a bucket, or begin one beside it.
 #
 # ### Step 6: overlap, in the same order everywhere
 #
@@ -1057,7 +1057,8 @@ class Bucket:
 #
 # - Works for any number of ranks, one included, and for step after step. There is one `backward()`
 #   before each `finish_gradient_synchronization()`.
-# - Must not care whether gradients are cleared with `zero_grad(set_to_none=True)` or `False`.
+# - Gradients are cleared before each backward. It must not matter whether with
+#   `zero_grad(set_to_none=True)` or `False`.
 #
 # <details><summary>Hint 1: where is a parameter's slot?</summary>
 #

@@ -144,6 +144,21 @@ def test_a_backend_outlives_what_the_script_destroys(observe):
 
 
 @pytest.mark.parametrize(
+    ("lines", "backends"),
+    [
+        ("dist.init_process_group('gloo')", ["gloo", "gloo"]),
+        ("dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')", ["nccl"] * 2),
+        # It needs a real GPU before it joins, so nothing is known of it.
+        ("torch.ones(1, device='cuda')\ndist.init_process_group('nccl')", ["", ""]),
+        ("os._exit(3)", []),
+    ],
+)
+def test_which_backend_a_script_names_where_there_are_gpus(tmp_path, lines, backends):
+    (tmp_path / "s.py").write_text(f"import os, torch, torch.distributed as dist\n{lines}\n")
+    assert script._find_backends(tmp_path / "s.py", [], tmp_path) == backends
+
+
+@pytest.mark.parametrize(
     ("lines", "code", "words"),
     [
         ("print(__name__, sys.argv[1])", 0, "__main__ one"),

@@ -6,6 +6,7 @@ A sampler takes `rank` and `world_size` as arguments, so every real rank evaluat
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
@@ -42,7 +43,7 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
                     sampler.set_epoch(epoch)
                 indices: list[int] = []
                 for index in sampler:
-                    indices.append(integer(index, "an index from ShardSampler"))
+                    indices.append(_whole(index, answer))
                     if len(indices) == 1 and not torch.equal(before, torch.get_rng_state()):
                         answer["moved the global generator"] = True  # be it put back at the end
                 answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
@@ -50,6 +51,15 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
                     answer["moved the global generator"] = True
             answer[f"{number}/{rank}/len"] = integer(len(sampler), "len(sampler)")
     return answer
+
+
+def _whole(index: Any, answer: Values) -> int:
+    """The index as an int. Where another type stands for one (a tensor of shape (), say), the
+    answer notes it, and only `judge_partition` minds."""
+    if not isinstance(index, bool | int | np.integer) and hasattr(index, "__index__"):
+        answer["no int"] = f"{type(index).__name__} {index!r}"
+        index = operator.index(index)
+    return integer(index, "an index from ShardSampler")
 
 
 def _draw(draw: Draw, settings: list[Values]) -> list[Values]:
@@ -191,6 +201,9 @@ def _tail_problem(setting: Values, lists: list[np.ndarray], same_order: bool = T
 
 def judge_partition(case: Case) -> Iterator[Finding]:
     """Every sample is on exactly one rank: ascending without shuffling, permuted with shuffling."""
+    for rank, answer in enumerate(case.answers):
+        if kind := answer.get("no int"):
+            yield Finding(f"an index from ShardSampler: expected an int, got {kind}.", rank)
     for number, setting in enumerate(case.inputs[0]["settings"]):
         lists = _collect(case, number, setting)
         if isinstance(lists, Finding):
@@ -282,7 +295,9 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
                 yield Finding(f"{_where(setting)}: set_epoch(0) does not go back to epoch 0.")
             orders.setdefault((setting["world_size"], True), []).append(visits[0])
             continue
-        if setting["world_size"] > 1 and np.array_equal(shares[0], shares[1]):
+        has_same_share = np.array_equal(shares[0], shares[1])
+        has_same_order = np.array_equal(visits[0], visits[1])  # which the next lines judge
+        if setting["world_size"] > 1 and has_same_share and not has_same_order:
             yield Finding(
                 f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
                 f"{epochs[1]}, in another order. Permute all samples first, then deal them out."

@@ -158,8 +158,9 @@ def judge_script(case: Case) -> Iterator[Finding]:
     parameters, mean = _train(given, case.world_size)
     for i, expected in enumerate(parameters):
         hint = (
-            "Do all ranks' gradients enter, with every sample once per epoch, in the order of "
-            "torch's DistributedSampler with its default settings, told each epoch from 0 on?"
+            "Do all ranks' gradients enter, with every sample once per epoch, --batch-size at a "
+            "time on each rank, in the order of torch's DistributedSampler with its default "
+            "settings, told each epoch from 0 on?"
         )
         if wrong := oracle.differs(
             0,
