@@ -53,13 +53,13 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  export JUPYTER_CONFIG_PATH="$(CURDIR)/autograder/authoring/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
 	  exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
-test: $(VENV)/.installed-dev ## check style, types and built files, and run all tests but slow ones, in 11 minutes (PART=kernel)
+test: $(VENV)/.installed-dev ## check style, types and built files, and run all tests but slow ones, in 8 minutes on two cores (PART=kernel)
 	@$(PYTEST) $(WORKERS) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## check what has changed since the last commit: style, types and the tests nearest to it, in a minute
 	@$(BIN)/python tests/helpers/check.py --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test-all: test test-rest ## run every test, in about an hour (PART=kernel)
+test-all: test test-rest ## run every test, in 40 minutes on two cores (PART=kernel)
 
 test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
 	@$(PYTEST) $$(($(WORKERS) + 1)) -m slow $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
