@@ -88,8 +88,9 @@ def _draw(draw: Draw, widths: Sequence[int], bias: bool, more: Values) -> list[V
     for number, (fan_in, fan_out) in enumerate(pairwise(widths)):
         weight = rng.normal(0, fan_in**-0.5, (fan_out, fan_in))
         start[f"w{number}"] = weight.astype(np.float32)
-        # Nothing small beside the last weight, which some put into a bucket with what is before it.
-        if bias and number < start["layers"] - 2:
+        # Nothing small before the last weight, also where only dtypes that are the same share a
+        # bucket: torch's DDP, say, would put both into one.
+        if bias and number < start["layers"] - 3:
             start[f"b{number}"] = rng.normal(0, 0.3, fan_out).astype(np.float32)
     inputs = []
     for rank in range(draw.world_size):
