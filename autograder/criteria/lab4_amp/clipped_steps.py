@@ -123,7 +123,7 @@ def judge_skips(case: Case) -> Iterator[Finding]:
 
 
 def _other_finding(case: Case, rank: int) -> Finding | None:
-    """A step that overflows in bf16, and one with a max_norm.
+    """A step that overflows in bf16, and one with a max_norm; gradients from before the call.
 
     What raises also without an overflow is charged by a different criterion.
     """
@@ -143,6 +143,31 @@ def _other_finding(case: Case, rank: int) -> Finding | None:
                     "scaler takes part in every precision, with max_norm and without.",
                     rank,
                 )
+    return _old_finding(case, rank)
+
+
+def _old_finding(case: Case, rank: int) -> Finding | None:
+    """A finding if gradients from before the call are in the first step, and later steps are right.
+
+    What is wrong in every step is charged by a different criterion.
+    """
+    steps = replay.all_steps(case, "limit")[rank] or []
+    if not steps or not all(replay.valid(case, "limit", s) and s.taken for s in steps):
+        return None
+    for base in (Base(), Base(local=True)):
+        rights = [replay.expected_update(case, "limit", s, base, rank) for s in steps]
+        first, *later = (
+            replay.factor_between(s.update, right) is not None
+            for s, right in zip(steps, rights, strict=True)
+        )
+        if not first and later and all(later):
+            return replay.update_finding(
+                "step 0, where the parameters had gradients before train_amp was called",
+                steps[0],
+                rights[0],
+                rank,
+                "Clear the gradients before every step, the first one too.",
+            )
     return None
 
 

@@ -236,6 +236,7 @@ def _power(name: str, largest: float) -> float:
 # --- choose_precision ----------------------------------------------------------------------------
 
 HALF_OF_FP16 = 32_752.0
+JUST = 2.0**-9  # the next float32 above that is so much larger: nothing may cut it off
 BF16, FP16, NEITHER = ["bfloat16", False], ["float16", True], ["None", False]
 # kind -> the choice, the facts of most ranks, and those of the odd ranks: (bf16, fp16, largest).
 CHOICES: dict[str, tuple[list[Any], tuple[bool, bool, Any], tuple[bool, bool, Any]]] = {
@@ -258,7 +259,7 @@ CHOICES: dict[str, tuple[list[Any], tuple[bool, bool, Any], tuple[bool, bool, An
         FP16, (False, True, None), (False, True, HALF_OF_FP16 - 8)
     ),
     "no device has bf16; {} met a bit more than half of fp16's largest number": (
-        NEITHER, (False, True, None), (False, True, HALF_OF_FP16 + 8)
+        NEITHER, (False, True, None), (False, True, HALF_OF_FP16 + JUST)
     ),
     "no device has bf16; {} met 2e5": (NEITHER, (False, True, None), (False, True, 2e5)),
 }  # fmt: skip

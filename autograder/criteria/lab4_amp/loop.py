@@ -7,7 +7,8 @@ the feature does what it should to those: what is wrong in plain steps costs `am
 
 Choices that the text leaves, all of which pass: one backward for each batch, or one for the step;
 `no_sync` or not; losses or gradients divided by `accumulate`; clipped after `unscale_`, or scaled
-gradients at a scaled threshold; `zero_grad` before or after a step; whether a step was taken
+gradients at a scaled threshold; `zero_grad` before each step, or before the first one and after
+each; whether a step was taken
 learned from `step()` or from the scale.
 """
 
@@ -118,7 +119,8 @@ def draw_skips(draw: Draw) -> list[Values]:
     """The loss overflows in some steps: the first, the last, two in a row; on one or more ranks.
 
     In the run "two", it overflows in the first batch of one step, and in the second of another; in
-    the runs "bf16" and "limited", which has a max_norm, in the second step and on all ranks.
+    the runs "bf16" and "limited", which has a max_norm, in the second step and on all ranks. In the
+    run "limit" it never does, and the parameters have gradients before the first step.
     """
     rng, last = draw.shared("skips"), draw.world_size - 1
     # The scale grows meanwhile: that it has changed does not mean that a step was left out.
@@ -126,7 +128,7 @@ def draw_skips(draw: Draw) -> list[Values]:
     pair = settings | {"accumulate": 2}
     tried, limit = settings | {"tried": True, "batches": 3}, {"max_norm": 1e6}
     runs = {"main": settings | {"batches": 9}, "two": pair | {"batches": 8}}
-    others = {"bf16": tried | {"dtype": "bfloat16"}, "limit": tried | limit}
+    others = {"bf16": tried | {"dtype": "bfloat16"}, "limit": tried | limit | {"old": True}}
     others |= {"limited": tried | limit}
     inputs = _draw(draw, runs | {"pair": pair | {"batches": 2}} | others)
     for name in ("bf16", "limited"):

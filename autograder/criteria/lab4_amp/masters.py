@@ -119,7 +119,10 @@ def judge(case: Case) -> Iterator[Finding]:
                         "as long as the optimizer."
                     )
                 elif i == SOMETIMES:
-                    hint = "Where p.grad is None its master has none, not that of the step before."
+                    hint = (
+                        "Where p.grad is None its master has none: neither zeros nor that of the "
+                        "step before."
+                    )
                 if wrong := differs(
                     rank,
                     f"{name}, {kind}: parameter {i} after {STEPS} small steps",

@@ -215,10 +215,17 @@ def _accumulation_finding(case: Case, rank: int, steps: list[Step]) -> Iterator[
         right = replay.expected_update(case, "main", step, base, rank)
         if near(step.update, right):
             continue
-        last = replay.expected_update(
-            case, "main", Step(step.batches[-1:], True, 1.0, step.before, right), base, rank
+        alone, own_alone = (
+            [
+                replay.expected_update(
+                    case, "main", Step([n], True, 1.0, step.before, right), of, rank
+                )
+                for n in step.batches
+            ]
+            for of in (base, Base(True, base.factor))
         )
-        own = replay.expected_update(case, "main", step, Base(True, base.factor), rank)
+        last, own = alone[-1], np.mean(own_alone, axis=0)
+        rows = [len(case.inputs[rank][f"x/main/{n}"]) for n in step.batches]
         why = (
             f"accumulate={k}: one unscale, step and update, after the last of the {k} batches. The "
             "scale must not change while gradients add up."
@@ -233,6 +240,14 @@ def _accumulation_finding(case: Case, rank: int, steps: list[Step]) -> Iterator[
                 "per step.",
             ),
             (own, "That is this rank's own gradient: DDP must reduce in the last backward."),
+            (
+                own + (alone[0] - own_alone[0]) / k,
+                "Only the first batch is a mean over ranks: DDP must reduce in the last backward.",
+            ),
+            (
+                np.average(alone, axis=0, weights=rows),
+                "Batches were weighted by their size; each counts the same.",
+            ),
         ):
             if near(step.update, expected):
                 why = reason
