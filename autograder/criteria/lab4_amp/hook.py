@@ -27,6 +27,7 @@ from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.held_back import HeldBack
+from autograder.criteria.lab4_amp.many_ranks import RANKS, ManyRanks
 from autograder.criteria.lab4_amp.scaler import same
 
 # DDP makes three buckets of the same size: a tensor that is kept for a size serves two at once.
@@ -91,7 +92,8 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
         model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
         answer["hook"] = answer["hook"] or _refused(model, hook)
         # Without annotations: DDP would compare them.
-        called = partial(_call, hook, futures, held)
+        many = ManyRanks(make_hook, DTYPES[name]) if held else None
+        called = partial(_call, hook, futures, held, many)
         model.register_comm_hook(None, lambda state, bucket, call=called: call(state, bucket))
         weights = _weights(inputs, name)
         # Several nodes, so that the size of a node is not taken for the number of ranks.
@@ -100,11 +102,14 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
         with places, on_cpu(hook), late or contextlib.nullcontext():
             for _ in range(STEPS):
                 model.zero_grad()
+                if many:
+                    many.values = []
                 model(weights).backward()
         for i, p in enumerate(model.parameters()):
             grad = torch.zeros(0) if p.grad is None else p.grad
             answer[f"dtype/{name}/{i}"] = str(grad.dtype).removeprefix("torch.")
             answer[f"g/{name}/{i}"] = grad.float().numpy()
+        answer[f"many/{name}"] = np.concatenate([np.zeros(0, "f4"), *(many.values if many else ())])
         answer[f"calls/{name}"] = len(futures)
         values = [future.value() for future in futures]
         kinds = {str(v.dtype) if isinstance(v, torch.Tensor) else described(v) for v in values}
@@ -136,9 +141,12 @@ def _call(
     hook: Any,
     futures: list[Any],
     held: HeldBack | None,
+    many: ManyRanks | None,
     state: object,
     bucket: dist.GradBucket,
 ) -> torch.futures.Future[torch.Tensor]:
+    if many is not None:
+        many.see(bucket)
     future = hook(state, bucket)
     if held is not None and bucket.is_last():
         held.release()
@@ -198,6 +206,15 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                 ):
                     yield wrong
                     break
+            else:
+                many = answer.get(f"many/{name}")
+                infinite = int(rank == case.world_size - 1)
+                if isinstance(many, np.ndarray) and (~np.isfinite(many)).sum() > infinite:
+                    yield Finding(
+                        f"{name}: on {RANKS} ranks, each of which has this rank's gradients, the "
+                        "sum overflows. What keeps it small has to follow the number of ranks.",
+                        rank,
+                    )
 
 
 def _explain(got: Any, expected: np.ndarray, world_size: int) -> str:
