@@ -174,7 +174,7 @@ if IS_RANK_ZERO:
 #   `torch.finfo(dtype).max` in absolute value when it is multiplied with $2^k$: on **any** rank.
 # - Every rank has other gradients, perhaps more or fewer of them, and gets the same answer. A
 #   Python `float`, below 1 if an entry is too large as it is. Some entry of some rank is not 0;
-#   another rank may have zeros only.
+#   another rank may have zeros only. Each rank has at least one tensor, and none is empty.
 # - The gradients stay as they are.
 #
 # Why a power of two? Multiplying with it changes the exponent only. No digit is rounded away.
@@ -277,8 +277,8 @@ check("amp_safe_scale", safe_scale)
 #   second call before `update()`, also after `step`, would divide twice: it raises `RuntimeError`.
 # - `step(optimizer)` unscales, unless that has been done. Then it calls `optimizer.step()` if
 #   *every entry of every gradient on every rank* is finite, and returns `True`; else it calls
-#   nothing and returns `False`. Look at the entries: a sum or a norm can overflow though all of
-#   them are finite.
+#   nothing and returns `False`. Look at the entries, before or after you divide: a sum or a norm
+#   can overflow though all of them are finite.
 # - `update()` ends the step. Was it left out? Then the scale is multiplied by `backoff_factor`.
 #   Were `growth_interval` steps *in a row* taken since the scale last changed? Then it is
 #   multiplied by `growth_factor`, and the count starts again. A step that was left out starts it
@@ -338,7 +338,7 @@ class LossScaler:
     def get_scale(self) -> float:
         """The scale."""
         ### BEGIN SOLUTION
-        return self.current
+        return float(self.current)
         ### END SOLUTION
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -484,8 +484,8 @@ check("amp_scaler_state", LossScaler)
 # - One optimizer step for every `accumulate` batches (`len(batches)` is a multiple of it). The
 #   gradient of a step is the mean over its batches.
 # - `scaler` is a scaler like yours, with `scale`, `unscale_`, `step`, `update`, `get_scale`. It
-#   takes part in full precision too. Gradients are cleared before every step, and nothing of a step
-#   that was left out reaches the next.
+#   takes part in full precision too. Gradients are cleared before every step, the first one too (to
+#   zero or to `None`), and nothing of a step that was left out reaches the next.
 # - If `max_norm` is given, the norm of the *unscaled* gradient is clipped to it.
 # - `scaler.update()` once per step, last. The scale must not change while gradients add up.
 # - If there is a `scheduler`, its `step()` is called after each step that was taken, and only then.
@@ -688,8 +688,9 @@ check("amp_loop_accumulates", train_amp)
 #
 # **Write `memory_report(model, optimizer, compute_loss)`.**
 #
-# - Clear the gradients; call `compute_loss()` (it runs the forward pass, in whatever precision);
-#   backward; one `optimizer.step()`. Then return a dict of bytes, `int`s:
+# - Clear the gradients (`optimizer.zero_grad()` is enough); call `compute_loss()` (it runs the
+#   forward pass, in whatever precision); backward; one `optimizer.step()`. Then return a dict of
+#   bytes, `int`s:
 # - `"parameters"`: of all parameters of the model, trained or not;
 # - `"gradients"`: of all gradients there are after backward;
 # - `"optimizer"`: of all tensors in `optimizer.state` after the step, small ones too;
@@ -951,7 +952,7 @@ check("amp_choice", choose_precision)
 #   dtype. Where `p.grad` is `None`, the master has no gradient either.
 # - The masters go on from their own value. Never read them back from the parameters: that would
 #   round away what was gathered.
-# - `zero_grad()` clears the parameters' gradients.
+# - `zero_grad()` clears the parameters' gradients, to zero or to `None`.
 #
 # <details><summary>Hint</summary>
 #
@@ -1025,13 +1026,15 @@ check("amp_masters", MasterWeights)
 #
 # **Write `make_compress_hook(dtype)`.** It returns a function `hook(state, bucket)`:
 #
-# - `bucket.buffer()` is the bucket's flat fp32 tensor of this rank's gradients.
+# - `bucket.buffer()` is the bucket's flat fp32 tensor of this rank's gradients. You may write into
+#   it.
 # - One all-reduce per bucket, of a tensor in `dtype`. Start it with `async_op=True`: a hook that
 #   waits holds up the backward pass. (No check looks at that.) Several buckets may travel at the
 #   same time.
 # - It returns a `torch.futures.Future` of the mean over all ranks, flat and in the buffer's dtype.
 # - As long as no rank's gradients exceed 90 % of the largest number of `dtype`, nothing on the way
-#   may overflow, on any number of ranks.
+#   may overflow, on any number of ranks. What is inf on one rank stays inf or nan: the scaler has
+#   to see it.
 # - The second argument has to be called `bucket`: DDP checks that.
 #
 # <details><summary>Hint</summary>
