@@ -141,7 +141,10 @@ def _explain_timing(got: Any, per_rank: list[np.ndarray], rank: int, warmup: int
             "That is the median over the slowest rank of each step. Take each rank's median, then "
             "the largest.",
         ),
-        (LAUNCH_S + float(np.median(work)), "The warm-up steps were timed as well."),
+        (
+            LAUNCH_S + float(np.median(work)),
+            "The warm-up steps were timed as well, or what they have left in the queue.",
+        ),
         (
             LAUNCH_S + float(np.sort(timed, axis=1)[:, (timed.shape[1] - 1) // 2].max()),
             "The lower of the two in the middle was taken: the median is their mean.",
