@@ -302,7 +302,7 @@ def step_windows(events: list[dict]) -> list[tuple[float, float]]:
 #
 # `start` and `end` are in seconds, on the axis of `ts` (`start` is `ts / 1e6`). Operators that
 # other operators called lie inside them. You may keep them or leave them out. Leave the events
-# themselves as they are: others read them, too.
+# themselves as they are, without new entries: others read them, too.
 #
 # <details><summary>Hint</summary>
 #
@@ -521,7 +521,9 @@ check("prof_breakdown", breakdown)
 # with `ph` `"X"`, the span's `name`, `cat` (its kind), `ts` and `dur` (microseconds), `pid` (its
 # rank) and `tid`. A viewer draws what has the same `pid` and `tid` in one row, and assumes that two
 # events of a row are one inside the other or apart. So spans of one rank whose kinds differ need
-# different `tid`s. The dict must be one that `json.dump` can write.
+# different `tid`s. (Spans of one kind may share a row, even if they overlap. Events with another
+# `ph`, such as names for the rows, may be there as well.) The dict must be one that `json.dump` can
+# write.
 #
 # <details><summary>Hint</summary>
 #
@@ -644,16 +646,16 @@ show(partial(draw_runs, runs=five_runs), width=14, height=4.5, columns=5)
 
 # %% [markdown]
 # **Write `find_bottleneck(spans, steps)`.** `spans` are those of all ranks, on one clock, in any
-# order. There may be any number of ranks. `steps` is the list of `(start, end)` of the steps, the
-# same for all ranks; each begins where the one before it ends. The first step is for warming up:
-# **leave it out**. Return one of these:
+# order. There may be any number of ranks. `steps` is the list of `(start, end)` of the steps, at
+# least two, the same for all ranks; each begins where the one before it ends. The first step is for
+# warming up: **leave it out**. Return one of these:
 #
 # | answer | the loss, in seconds |
 # |---|---|
 # | `"loader"` | exposed loading (as in `breakdown`), on the rank that has most of it |
 # | `"copies"` | exposed copies, on the rank that has most of them |
 # | `"logging"` | exposed host work, on the rank that has most of it |
-# | `"straggler"` | seconds of computation: the rank with most minus the rank with least |
+# | `"straggler"` | computation (as in `breakdown`): the rank with most minus the rank with least |
 # | `"buckets"` | exposed communication, on the rank that has **least** of it |
 # | `"none"` | if no loss is more than 10 % of the time of the steps that count |
 #
@@ -750,7 +752,7 @@ check("prof_finds_nothing", find_bottleneck)
 #
 # **Write `loader_wait(loader, step, synchronize, clock=time.perf_counter)`.**
 #
-# - Go once through `loader`, and call `step(batch)` for each batch.
+# - Go once through `loader`, which has two batches or more, and call `step(batch)` for each.
 # - Return two floats: mean seconds per batch that the loop waits for its batch, and mean seconds
 #   that it works on it.
 # - Leave the **first** batch out of both: it pays for the start of the workers.
@@ -798,8 +800,8 @@ check("prof_loader_wait", loader_wait)
 #
 # - It yields the batches of `batches`, all of them, in their order. `None` and `0` are batches,
 #   too.
-# - While the loop works on a batch, the next `depth` batches get ready. Beyond these, at most two
-#   more are made: memory is not endless.
+# - While the loop works on a batch, the next `depth` batches get ready (`depth` is 1 or more).
+#   Beyond these, at most two more are made: memory is not endless.
 # - If the source raises an error, the loop gets the good batches first and then that error.
 # - If the loop breaks off (the generator is closed), the thread ends.
 #
@@ -969,8 +971,8 @@ check("prof_loader_settings", loader_settings)
 # emulated cluster, from a real one. You may call it at most 64 times.
 #
 # - The plan that you return may cost at most 4 % more time than the best one that has equal caps
-#   (best over `cap = sum(sizes) / k` for all numbers `k`). On all networks of the check that best
-#   one has an efficiency above 90 %.
+#   (best over `cap = sum(sizes) / k` for all numbers `k`; with a very large one each gradient is
+#   alone). On all networks of the check that best one has an efficiency above 90 %.
 # - Gradients have from 2 kB to 400 MB: no fixed number of megabytes will do.
 #
 # <details><summary>Hint 1: predict_step</summary>
@@ -1363,9 +1365,10 @@ check("prof_scaling", scaling)
 # rounds.
 #
 # - `"samples_per_s"`: of all ranks together.
-# - `"efficiency"`: in each round, samples per second **and rank**, divided by those of the fewest
-#   ranks of the log in that round. That holds for weak and for strong scaling. Measurements get cut
-#   off: a round that lacks one of the two gives no efficiency.
+# - `"efficiency"`: the base is the fewest ranks of the log. In each round take the samples per
+#   second **and rank**, and divide them by those of the base in that round. That holds for weak and
+#   for strong scaling. Measurements get cut off: a round that lacks one of the two gives no
+#   efficiency. (One round or more has both.)
 
 
 # %% solution="task6_report"
@@ -1438,7 +1441,7 @@ check("prof_report", scaling_report)
 # **Write `communication_overhead(step, step_alone, synchronize, device, rounds, clock)`.**
 #
 # - In each round run `step()` once and `step_alone()` once, and time each. `synchronize()` before
-#   you read the clock, both times: the device may still be at work.
+#   every reading of the clock, that at the beginning, too: the device may still be at work.
 # - Ranks wait for each other, so the slowest one counts. Take the maximum over all ranks of the
 #   time of `step`, and of the time of `step_alone`, in every round.
 # - The share of a round is $1 - t_\text{alone} / t_\text{step}$. Return the median over the rounds:

@@ -18,6 +18,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import is_same
 
 PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
+BATCHES = 60  # of the source whose batches are counted while they are loaded ahead
 MANY = 200_000  # batches of the source whose loop breaks off early
 ENOUGH = 1000  # of these may be made after that: a thread that stops makes one or two
 GRACE_S = 0.2  # too many requests to the source come within this time
@@ -36,19 +37,19 @@ def draw_ahead(draw: Draw) -> list[Values]:
 
 def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
     """How many batches the source made ahead while the loop held its first, second, third batch."""
-    counts = []
+    counts, lost = [], []
     for depth in inputs["depths"]:
         produced = [0]
 
         def source(produced: list[int] = produced) -> Iterator[int]:
-            for number in range(60):
+            for number in range(BATCHES):
                 produced[0] += 1
                 yield number
 
         batches = iter(prefetch(source(), depth))
-        row = []
+        row, got = [], []
         for taken in (1, 2, 3):
-            next(batches)
+            got.append(next(batches))
             deadline = time.monotonic() + PATIENCE_S
             while produced[0] < taken + depth and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -57,9 +58,8 @@ def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
             if row[-1] < depth:
                 return {"counts": [*counts, row]}
         counts.append(row)
-        for _ in batches:
-            pass
-    return {"counts": counts}
+        lost.append(BATCHES - len([*got, *batches]))
+    return {"counts": counts, "lost": lost}
 
 
 def judge_ahead(case: Case) -> Iterator[Finding]:
@@ -77,9 +77,16 @@ def judge_ahead(case: Case) -> Iterator[Finding]:
                 )
                 break
             if max(numbers) > depth + 2:
+                gone = as_number(item_of(answer.get("lost"), number)) or 0
                 yield Finding(
-                    f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
-                    "endless: the queue needs a limit (queue.Queue(maxsize=…)).",
+                    f"depth={depth}: {max(numbers)} batches were loaded ahead. "
+                    + (
+                        f"{gone:.0f} of {BATCHES} never reached the loop: one for which there is "
+                        "no room has to wait."
+                        if gone > 0
+                        else "Memory is not endless: the queue needs a limit "
+                        "(queue.Queue(maxsize=…))."
+                    ),
                     rank,
                 )
                 break

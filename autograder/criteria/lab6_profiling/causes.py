@@ -4,7 +4,8 @@ A run is made from a table: seconds of each part, per step and rank, which are d
 can ask for its own cause alone. Its runs are wrong for whoever takes another aggregate for this
 cause (a mean for the most, one rank for all), and other causes are so small and so equal on all
 ranks that another aggregate for them changes nothing. What has to do with all causes (the warm-up
-step, sums over steps, the limit, what hides behind computation) is asked for by "none" alone.
+step, sums over steps, the limit, what hides behind computation, any number of ranks) is asked for
+by "none" alone; all other runs have three ranks, like those that the lab makes up.
 
 A run must be called by the cause, or must not be called by it; what else a run is called that must
 not be called so is judged elsewhere. Choices that pass: any way to add up, a largest loss among
@@ -29,6 +30,7 @@ CAUSES = ("loader", "copies", "logging", "straggler", "buckets")
 NONE = "none"
 NAMES = (*CAUSES, NONE)
 LIMIT = 0.1
+RANKS = 3  # of each run that asks for one cause
 _PART = {"loader": "loader", "copies": "copy", "logging": "host", "buckets": "communication"}
 
 
@@ -42,7 +44,7 @@ def _planted(rng: np.random.Generator, cause: str, ranks: Any, rivals: float = 0
         ranks: makes the list of guilty ranks from the number of ranks.
         rivals: the first rank's exposed share of loading or copies, whichever is not the cause.
     """
-    run = Run.quiet(rng)
+    run = Run.quiet(rng, ranks=RANKS)
     guilty = ranks(run.num_ranks)
     run.add("compute" if cause == "straggler" else _PART[cause], rng.uniform(0.22, 0.28), guilty)
     if rivals:
@@ -70,7 +72,7 @@ def _copies(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
 def _logging(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
     """One rank logs in some steps only, so that no step stands for the run."""
     for place, steps in enumerate(([1], [5], [2, 4], [1, 3, 5])):
-        run = Run.quiet(rng, steps=5)
+        run = Run.quiet(rng, steps=5, ranks=RANKS)
         guilty = (0, run.num_ranks - 1, run.num_ranks // 2, 0)[place]
         share = float(rng.uniform(0.24, 0.3))
         seconds = share / (1 - share) * 5 / len(steps)
@@ -101,7 +103,7 @@ def _buckets(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
         run.add("communication", rng.uniform(0.05, 0.15), _all_but(run.num_ranks, last))
         yield True, run, "communication is exposed on every rank, the last one to arrive as well"
     for guilty, longer in ((0, "copy"), (1, "compute"), (-1, "loader")):
-        run = Run.quiet(rng)
+        run = Run.quiet(rng, ranks=RANKS)
         others = [part for part in ("host", "loader", "copy") if part != longer][:2]
         waited = 0.0
         for part, share in ((longer, float(rng.uniform(0.14, 0.16))), *((o, 0.09) for o in others)):
@@ -114,7 +116,7 @@ def _buckets(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
 
 
 def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
-    """What costs nothing or too little, and a run just above the limit."""
+    """What costs nothing or too little, runs just above the limit, and one with more ranks."""
     run = Run.quiet(rng)
     run.lengths[0] += 27
     for part, seconds in (("loader", 15), ("compute", 4), ("host", 3), ("copy", 2)):
@@ -151,6 +153,11 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
     run.beyond = float(rng.uniform(0.05, 0.1))
     why = "half of the loss goes on after the end of the step in which it begins, the last as well"
     yield False, run, why
+
+    run = Run.quiet(rng, ranks=5)
+    run.add("compute", 0.25, [int(rng.integers(3, 5))])
+    run.add("communication", 0.25, [0])  # whoever looks at this rank alone loses another criterion
+    yield False, run, "one of five ranks computes longer, and it is not among the first three"
 
     run = Run.quiet(rng, steps=6)
     part = str(rng.choice(["loader", "copy", "host"]))

@@ -253,7 +253,8 @@ def _sends_problem(case: Case, rank: int, step: int, local: list[np.ndarray]) ->
         if payload is None or not _carries(payload, [local[i] for i in bucket], case.world_size):
             return Finding(
                 f"all-reduce {number} of step {step} does not carry the gradients of bucket "
-                f"{number}: was it started before they were there?",
+                f"{number}: was it started before they were there, or are those an earlier step's "
+                "tensors?",
                 rank,
             )
     return None

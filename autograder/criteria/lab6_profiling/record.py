@@ -332,7 +332,8 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
         ]
         if inputs["kept"] and _read(events) != before:
             raise ValueError(
-                "to_spans has changed the events that it was given: step_windows reads them, too"
+                "to_spans has changed the events that it was given: leave them as they are, and put "
+                "nothing new into them, because others read them, too"
             )
         answer[f"{number}/kinds"] = [s.kind for s in spans]
         answer[f"{number}/names"] = [s.name[:200] for s in spans]
@@ -342,8 +343,8 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
 
 
 def _read(events: list[Values]) -> list[str]:
-    """What others read of the events, in no order."""
-    return sorted(repr([e.get(k) for k in ("ph", "cat", "name", "ts", "dur")]) for e in events)
+    """All that is in the events, in no order."""
+    return sorted(repr(sorted(event.items(), key=repr)) for event in events)
 
 
 def judge_spans(case: Case) -> Iterator[Finding]:
@@ -380,8 +381,12 @@ def _spans_problem(inputs: Values, answer: Values, number: int) -> str | None:
 def _kind_problem(kind: str, got: list[Span], right: list[Span]) -> str | None:
     ours, theirs = ([s for s in spans if s.kind == kind] for spans in (right, got))
     begin, end = min(s.start for s in right) - 1, max(s.end for s in right) + 1
-    if any(not begin <= s.start <= s.end <= end for s in theirs):
-        return "a span lies far away: times are in seconds, ts and dur in microseconds."
+    if far := [s for s in theirs if not begin <= s.start <= s.end <= end]:
+        return (
+            f"a {kind} span lasts from {far[0].start:.9g} to {far[0].end:.9g} s, and the events "
+            f"lie between {begin + 1:.9g} and {end - 1:.9g} s: start is ts / 1e6, and end is "
+            "(ts + dur) / 1e6."
+        )
     relabelled = [Span(0, "right", "", s.start, s.end) for s in ours]
     found = active_seconds([*theirs, *relabelled], begin, end)
     missing = found.get(frozenset({"right"}), 0.0)

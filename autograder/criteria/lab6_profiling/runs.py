@@ -37,14 +37,16 @@ class Run:
         rng: np.random.Generator,
         steps: int | Literal["ranks"] | None = None,
         small: float = 0.02,
+        ranks: int | None = None,
     ) -> Run:
-        """A run of 3 to 5 ranks that loses next to nothing.
+        """A run that loses next to nothing.
 
         Args:
+            ranks: how many there are. Default: 3 to 5.
             steps: that count; "ranks" are two more than there are ranks. Default: 2 to 4.
             small: no loss is larger than this share.
         """
-        num_ranks = int(rng.integers(3, 6))
+        num_ranks = ranks or int(rng.integers(3, 6))
         count = num_ranks + 2 if steps == "ranks" else steps or int(rng.integers(2, 5))
         shape = (1 + count, num_ranks)
         parts = {kind: rng.uniform(0, small, shape) for kind in _WAITS}

@@ -354,7 +354,12 @@ def judge_overhead(case: Case) -> Iterator[Finding]:
     rounds = case.inputs[0]["rounds"]
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, noise in enumerate(case.inputs[0]["noises"]):
-            wanted = float(np.median(1 - max(without) / (max(with_s) * np.array(noise))))
+
+            def share(alone_s: float, step_s: float, noise: list[float] = noise) -> float:
+                return float(np.median(1 - alone_s / (step_s * np.array(noise))))
+
+            wanted = share(max(without), max(with_s))
+            of_ranks = list(map(share, without, with_s))
             got = item_of(answer.get("shares"), number)
             counts = item_of(answer.get("counts"), number)
             if not is_same(counts, [rounds, rounds]):
@@ -364,10 +369,11 @@ def judge_overhead(case: Case) -> Iterator[Finding]:
                 break
             if is_close(got, wanted, rtol=1e-4):
                 continue
-            own = 1 - without[rank] / with_s[rank]
             hint = (
                 "That is this rank's own share: all wait for the slowest rank."
-                if is_close(got, own, rtol=1e-4)
+                if is_close(got, of_ranks[rank], rtol=1e-4)
+                else "That is the largest share of a rank: take the maximum of each time first."
+                if is_close(got, max(of_ranks), rtol=1e-4)
                 else "That is without/with."
                 if is_close(got, 1 - wanted, rtol=1e-4)
                 else "That is the share of the step without communication."

@@ -140,7 +140,8 @@ def draw_breakdown(draw: Draw) -> list[Values]:
 def draw_export(draw: Draw) -> list[Values]:
     """Several ranks; spans of different kinds overlap, those of one kind do not.
 
-    One span of each rank has no length.
+    One span of each rank has no length. Two that overlap have one name: what is loaded is copied,
+    say, so a name does not tell kinds apart.
     """
     inputs = []
     for rank in range(draw.world_size):
@@ -154,6 +155,9 @@ def draw_export(draw: Draw) -> list[Values]:
                 spans += [Span(r + 2, s.kind, name, s.start, s.end) for s in row]
             at = float(rng.uniform(0.5, 0.6))
             spans.append(Span(r + 2, str(rng.choice(KINDS)), draw_name(rng), at, at))
+            shared = draw_name(rng)
+            for kind, begin in zip(rng.permutation(KINDS)[:2], (0.7, 0.8), strict=True):
+                spans.append(Span(r + 2, str(kind), shared, begin, begin + 0.2))
         inputs.append(pack(_shuffled(rng, spans), "0"))
     return inputs
 
