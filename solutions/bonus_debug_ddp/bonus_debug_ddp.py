@@ -526,7 +526,7 @@ def broken_accumulate(
 # - Every rank has its own micro-batches, equally many and equally large on all ranks. Gradients are
 #   clear at the beginning. There is no step here.
 # - Afterwards every `p.grad` is the gradient of the mean loss over the samples of all ranks.
-# - It returns that mean loss, a `float`, the same on all ranks.
+# - It returns that mean loss, a `float` or a tensor of one number, the same on all ranks.
 #
 # <details><summary>Hint</summary>
 #

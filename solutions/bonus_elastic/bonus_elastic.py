@@ -261,7 +261,7 @@ check("elastic_share", share_of_batch)
 # - `parameters` is what `model.parameters()` gives: an iterator. `loss` is a `float`, this rank's
 #   mean loss over its `num_own` samples. The global batch has `num_all` samples.
 # - Afterwards every `p.grad` is the gradient of the mean loss over the global batch, on all ranks.
-# - Return that mean loss, a `float`, on all ranks.
+# - Return that mean loss, a `float` or a tensor of one number, on all ranks.
 # - The model may be float64, as that of task 6 is: then nothing is rounded to float32 on its way.
 # - A rank without samples (`num_own` is 0, `loss` is 0.0) has run no backward, so its gradients are
 #   `None`. It makes the same calls as the others, or they hang, and it gets the same gradients,

@@ -776,8 +776,8 @@ check("zero_bytes", bytes_sent)
 #   the mean over ranks; the mean over micro-batches is yours.
 # - Clipped (`optimizer.clip_grad_norm(max_norm)`), then one step. Afterwards all gradients are
 #   forgotten.
-# - Return `(loss, norm)` as floats: the mean loss of this rank's micro-batches, and the norm before
-#   clipping.
+# - Return `(loss, norm)`, each a `float` or a tensor of one number: the mean loss of this rank's
+#   micro-batches, and the norm before clipping.
 
 
 # %% solution="task8_train"

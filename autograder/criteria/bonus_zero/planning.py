@@ -198,7 +198,7 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
     model = oracle.mlp(inputs).to(context.device)
     optimizer = StandIn(model)
     model.register_forward_pre_hook(optimizer.guard)
-    answer: Values = {"told": []}
+    answer: Values = {"told": [], "forgotten": []}
     for call, count in enumerate(CALLS):
         pairs = [
             tuple(torch.from_numpy(inputs[f"{n}{call}/{m}"]).to(context.device) for n in "xy")
@@ -206,6 +206,7 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
         ]
         told = train_step(model, optimizer, pairs, oracle.mse, inputs["limits"][call])
         answer["told"].append([float(number) for number in told])
+        answer["forgotten"].append(not any(total.any() for total in optimizer.sums))
     for i, parameter in enumerate(model.parameters()):
         answer[f"p{i}"] = parameter.detach().cpu().numpy()
     return answer
@@ -235,6 +236,10 @@ def judge_train(case: Case) -> list[Finding]:
                     )
                     break
             if findings and findings[-1].rank == rank:
+                break
+            if item_of(answer.get("forgotten"), call) is not True:
+                when = f"call {call + 1}, {count} micro-batches"
+                findings.append(Finding(f"{when}: gradients of the step are left behind.", rank))
                 break
         else:
             for i, value in enumerate(final):
