@@ -332,8 +332,8 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
         ]
         if inputs["kept"] and _read(events) != before:
             raise ValueError(
-                "to_spans has changed the events that it was given: leave them as they are, and put "
-                "nothing new into them, because others read them, too"
+                "to_spans has changed the events that it was given: leave them as they are, "
+                "without new entries, because others read them, too"
             )
         answer[f"{number}/kinds"] = [s.kind for s in spans]
         answer[f"{number}/names"] = [s.name[:200] for s in spans]
