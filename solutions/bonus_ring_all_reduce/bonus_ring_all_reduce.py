@@ -282,10 +282,10 @@ check("ring_plan_gather", ring_steps)
 # **Write `exchange(outgoing, incoming)`.**
 #
 # - It sends `outgoing` to the next rank, and what the rank before sends is in `incoming` when it
-#   returns. Rank $N-1$'s next rank is 0.
+#   returns. Rank $N-1$'s next rank is 0. (`RANK` and `WORLD_SIZE` hold wherever it is checked.)
 # - All ranks call it at the same time, with tensors of any size and dtype; `incoming` has the size
 #   and dtype of what comes. Both are 1-D and contiguous.
-# - Sending and receiving go on at the same time: neither waits for the other to have ended.
+# - Sending and receiving go on at the same time: neither begins only when the other has ended.
 # - With one rank there is nobody to talk to: `incoming` gets a copy.
 #
 # <details><summary>Hint 1: without waiting</summary>
@@ -341,10 +341,12 @@ check("ring_exchange", exchange)
 # **Write `ring_all_reduce(tensor, op="sum")`.**
 #
 # - `op` is `"sum"`, `"mean"` or `"max"`, over all ranks. The result is written into `tensor`, which
-#   is returned.
-# - Contiguous tensors of any shape and size, also with fewer numbers than ranks, or none.
+#   is returned. What another `op` does is left to you.
+# - Contiguous tensors of any shape and size, also with fewer numbers than ranks, or none. They hold
+#   floats of any size or integers; a mean is taken of floats only.
 # - Sends and receives only, to the next and from the previous rank. No rank sends more than
-#   $2\frac{N-1}{N}$ of the tensor, and no message is larger than one chunk.
+#   $2\frac{N-1}{N}$ of the tensor (rounded up to whole chunks), or anything besides. No message is
+#   larger than one chunk.
 # - It keeps one chunk beside the tensor, not a second tensor. (A second chunk for a moment, as in
 #   `a + b`, is all right.)
 #
@@ -450,7 +452,7 @@ check("ring_time", ring_all_reduce)
 # - `ring_seconds(num_bytes, world_size, latency_s, bandwidth)`
 # - `tree_seconds(num_bytes, world_size, latency_s, bandwidth)`
 # - `choose(num_bytes, world_size, latency_s, bandwidth)`: `"ring"` or `"tree"`, whichever is
-#   faster.
+#   faster; either, where both take equally long.
 # - `bus_bandwidth(num_bytes, world_size, seconds)`: what a measurement says of the *links*. A
 #   tensor of `num_bytes` was all-reduced in `seconds`; each link has carried $2\frac{N-1}{N}$ of
 #   it. That number, unlike `num_bytes / seconds`, can be compared between clusters of different

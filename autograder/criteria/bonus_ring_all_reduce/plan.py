@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import item_of, returned
+from autograder.criteria.common.answers import described, item_of, returned, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 VIRTUAL_WORLDS = (2, 3, 5, 8)
@@ -37,19 +37,34 @@ def draw_chunks(draw: Draw) -> list[Values]:
 
 def observe_chunks(chunk_bounds: Any, inputs: Values, context: Context) -> Values:
     """Begin and end of every chunk."""
-    return {
-        "bounds": [
-            [
-                [integer(begin, "begin"), integer(end, "end")]
-                for begin, end in returned(chunk_bounds(*case), "chunk_bounds")
-            ]
-            for case in inputs["cases"]
-        ]
-    }
+    answer: Values = {"bounds": []}
+    for case in inputs["cases"]:
+        chunks = _noted(chunk_bounds(*case), "chunk_bounds", answer)
+        bounds = [[integer(begin, "begin"), integer(end, "end")] for begin, end in chunks]
+        answer["bounds"].append(bounds)
+    return answer
+
+
+def _noted(pairs: Any, what: str, answer: Values) -> Any:
+    """The pairs that `what` returned. Where they are no list, the answer notes what they are.
+
+    An iterator has no length and no items, and is empty after it has been read once.
+    """
+    if not hasattr(returned(pairs, what), "__getitem__"):
+        answer["no list"] = f"{what}: expected a list of pairs, got {described(pairs)}."
+    return pairs
+
+
+def _no_list(case: Case) -> Iterator[Finding]:
+    """What the answers have noted."""
+    for rank, answer in enumerate(case.answers):
+        if note := told(answer, "no list"):
+            yield Finding(str(note), rank)
 
 
 def judge_chunks(case: Case) -> Iterator[Finding]:
     """Requires consecutive chunks that cover everything once and differ by at most one."""
+    yield from _no_list(case)
     for rank, answer in enumerate(case.answers):
         for number, (numel, chunks) in enumerate(case.inputs[rank]["cases"]):
             bounds = item_of(answer.get("bounds"), number)
@@ -109,7 +124,7 @@ def observe_steps(ring_steps: Any, inputs: Values, context: Context) -> Values:
         for rank in range(context.rank, world_size, context.world_size):
             answer[f"{world_size}/{rank}"] = [
                 [integer(sent, "a chunk to send"), integer(received, "a chunk to receive")]
-                for sent, received in returned(ring_steps(rank, world_size), "ring_steps")
+                for sent, received in _noted(ring_steps(rank, world_size), "ring_steps", answer)
             ]
     return answer
 
@@ -142,8 +157,9 @@ def _half(case: Case, n: int, first: bool) -> _Half | Finding:
         if len(steps) < n - 1 if first else len(steps) != 2 * (n - 1):
             return Finding(f"{where}: expected {2 * (n - 1)} steps, got {len(steps)}.", real)
         half = steps[: n - 1] if first else steps[n - 1 :]
-        if any(not 0 <= chunk < n for step in half for chunk in step):
-            return Finding(f"{where}: chunks have the numbers 0 to {n - 1}.", real)
+        if others := [chunk for step in half for chunk in step if not 0 <= chunk < n]:
+            text = f"{where}: chunks have the numbers 0 to {n - 1}, got {others[0]}."
+            return Finding(text, real)
         halves.append(half)
     for step in range(n - 1):
         for rank in range(n):
@@ -201,8 +217,10 @@ def judge_gather(case: Case) -> Iterator[Finding]:
 
     A rank begins with what the first half has left it. If that is no sum, `judge_reduce` has said
     so. The second half is then judged as if each rank had the sum that it sends first; and not at
-    all if it repeats the steps of the first half, because then it repeats their mistake.
+    all if it repeats the steps of the first half, because then it repeats their mistake. That the
+    steps are no list is said here only.
     """
+    yield from _no_list(case)
     for n in ALSO_ONE:
         half, before = _half(case, n, first=False), _half(case, n, first=True)
         if isinstance(half, Finding):

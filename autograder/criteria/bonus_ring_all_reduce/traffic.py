@@ -24,9 +24,9 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate import Link, simulate
 from minidist.emulate.trace import Event
 
-NUMEL = 24_000  # numbers per rank; the tensor has one more, so equal chunks are impossible
+NUMEL = 24_000  # numbers per rank; the tensor has one less, so equal chunks are impossible
 SHARE_OF_HALVES = 3  # every third number in 16 bits, too
-SLACK_BYTES = 2_000  # for small messages by which ranks only agree on something
+SLACK_BYTES = 2_000  # for small collectives by which ranks only agree on something
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=2.5e-6)
 MOST_TIME = 1.05
 MOST_CHUNKS = 2.2  # beside the tensor, at any moment
@@ -39,7 +39,7 @@ def draw(source: Draw, *, op: str = "sum", then: tuple[str, ...] = ()) -> list[V
         op: what the ranks do with it.
         then: which other all-reduces follow; see `_others`.
     """
-    count = NUMEL * source.world_size + 1
+    count = NUMEL * source.world_size - 1  # of n chunks one is shorter: rounding hides few bytes
     common = {"op": op, "then": list(then)}
     return [
         common | {"x": source.private(rank).normal(size=count).astype(np.float32)}
@@ -148,26 +148,28 @@ def _problem(case: Case) -> list[Finding]:
 
 
 def judge_bytes(case: Case) -> list[Finding]:
-    """No rank sends more than 2 (N - 1) / N of the tensor."""
+    """No rank sends more than 2 (N - 1) of the longest chunks: no length before a chunk, say."""
     findings = _problem(case)
     n = case.world_size
     count = len(case.inputs[0]["x"])
     halves = -(-count // SHARE_OF_HALVES)
     num_bytes = 4 * count + 2 * halves
-    least = 2 * (n - 1) / n * num_bytes
+    most = 2 * (n - 1) * (4 * math.ceil(count / n) + 2 * math.ceil(halves / n))
     for rank in range(n) if not findings and n > 1 else ():
         sent = sum(m.nbytes for m in _messages(case, rank))
-        if sent > least + 2 * n * 4 + SLACK_BYTES:
+        if sent > most:
             reason = "More than one N-th of them goes on in a step."
-            if sent >= 0.98 * (n - 1) * num_bytes:
+            if sent < most + SLACK_BYTES:
+                reason = "Send nothing but chunks: both sides know how long each of them is."
+            elif sent >= 0.98 * (n - 1) * num_bytes:
                 reason = f"That is the whole tensors, {sent / num_bytes:.1f} times."
-            elif abs(sent - least * (1 + 2 * halves / num_bytes)) < SLACK_BYTES:
+            elif abs(sent - most * (1 + 2 * halves / num_bytes)) < SLACK_BYTES:
                 reason = "So it is if the numbers of 16 bits travel in 32."
             findings.append(
                 Finding(
                     f"a tensor of {count} float32 and one of {halves} float16 on {n} ranks: this "
-                    f"rank sent {sent} bytes, {least:.0f} are enough: 2 (N - 1) / N of the "
-                    f"{num_bytes}. {reason}",
+                    f"rank sent {sent} bytes, {most} are enough: 2 (N - 1) / N of the "
+                    f"{num_bytes}, rounded up to whole chunks. {reason}",
                     rank,
                 )
             )
