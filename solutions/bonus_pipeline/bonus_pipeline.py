@@ -134,8 +134,9 @@ def show(draw: Callable, width: float = 7.5, height: float = 3.0) -> None:
 #
 # **Write `cut_layers(costs, num_stages)`.**
 #
-# - `costs` has the cost of each layer, in any unit. A list of `num_stages` pairs `(begin, end)`:
-#   stage $s$ has the layers `begin … end - 1`.
+# - `costs` has the cost of each layer, in any unit, and stays as it is. There are at least as many
+#   layers as stages. Returns a list of `num_stages` pairs `(begin, end)`: stage $s$ has the layers
+#   `begin … end - 1`.
 # - Stages lie one after the other, all layers are in one, and none is empty.
 # - The dearest stage costs as little as it can. (Where several cuts do that, any of them is right.)
 #
@@ -197,8 +198,9 @@ check("pipe_cut", cut_layers)
 # **Why.** What a rank does is a list: which pass, of which micro-batch, in which order. As a list
 # it can be drawn, tested and compared before a single process runs.
 #
-# **GPipe**: all forwards, then all backwards. When the last forward is done, a rank keeps the
-# activations of all $M$ micro-batches. (The paper recomputes them from the stage's inputs.)
+# **GPipe**: all forwards in the order of the micro-batches, then all backwards, in the same order
+# or in reverse. When the last forward is done, a rank keeps the activations of all $M$
+# micro-batches. (The paper recomputes them from the stage's inputs.)
 #
 # **1F1B** (one forward, one backward): a backward as soon as there can be one.
 #
@@ -215,7 +217,7 @@ check("pipe_cut", cut_layers)
 #   `one_f_one_b(rank, num_stages, num_micro_batches)`: the list of that rank, of pairs
 #   `("forward", i)` and `("backward", i)`. Each micro-batch is in it once forward, once backward.
 # - `peak_kept(schedule)`: how many micro-batches a rank keeps at once, at most, in *any* schedule.
-#   A micro-batch is kept from its forward to its backward.
+#   A micro-batch is kept from its forward to its backward. The list stays as it is.
 #
 # <details><summary>Hint</summary>
 #
@@ -423,7 +425,8 @@ check("pipe_choice", micro_batches_for)
 # **Write `run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer)`.**
 #
 # - Every rank calls it with its own `stage` (a module) and its own `schedule` (a list as in
-#   task 2), in the default process group. Do the steps in the order of the list.
+#   task 2), in the default process group. Do the steps in the order of the list, each for the
+#   micro-batch that it names.
 # - `micro_batches`: on the first rank a list of $M$ tensors, the inputs; `None` elsewhere. They may
 #   be integers (tokens), which have no gradient.
 # - `targets`: on the last rank a list of $M$ tensors; `None` elsewhere. There
@@ -433,10 +436,13 @@ check("pipe_choice", micro_batches_for)
 # - Afterwards the gradient of the **batch's** mean loss has been *added* to the `.grad` of the
 #   stage's parameters. Micro-batches of equal size count $1/M$ each. In general one with $n$ of $N$
 #   samples (`len(target)`) counts $n/N$.
-# - Returns the batch's mean loss, as a tensor without a graph, on **every** rank.
-# - One message per activation and per gradient, to the neighbour. A rank does not wait for what it
-#   *sends*; before it returns, everything has left.
-# - After a backward pass nothing of that micro-batch is kept.
+# - Returns the batch's mean loss, as a tensor without a graph, on **every** rank. How it gets there
+#   is up to you.
+# - One message per activation and per gradient, to the neighbour. What is sent has to be
+#   contiguous; the output of a stage need not be.
+# - A rank does not wait for what it *sends* while it has steps to do. Before it returns, it waits
+#   until everything has left.
+# - After a backward pass nothing of that micro-batch is kept, but what is being sent.
 # - Any schedule works in which neighbours have the same order of forwards, and the same order of
 #   backwards. With one rank there is nobody to talk to.
 #
@@ -458,7 +464,7 @@ check("pipe_choice", micro_batches_for)
 # `dist.isend(tensor, dst)` returns a handle at once. Put it in a list, *with* the tensor, which
 # must neither change nor be freed until it has left; `wait()` for all of them at the end. Under
 # 1F1B two neighbours often send to each other at the same moment. If both wait, they wait for ever.
-# (What is sent carries no graph: `y.detach()`. It has to be contiguous.)
+# (What is sent carries no graph: `y.detach()`.)
 # </details>
 #
 # <details><summary>Hint 4: the last rank</summary>
@@ -578,10 +584,11 @@ check("pipe_accumulate", run_pipeline)
 check("pipe_loss", run_pipeline)
 
 # %% [markdown]
-# Now how it works. These checks run your function on the emulated cluster. One counts messages. One
-# gives rank $r$ room for the activations of $P - r$ micro-batches, and a stage that has no room
-# raises a `MemoryError`. One measures in virtual time, where a message takes half as long as a
-# forward: whoever waits for a message to arrive before going on pays for it every time.
+# Now how it works. These checks run your function on the emulated cluster. One reads the record of
+# messages, and runs your function on a single rank, too. One gives rank $r$ room for the
+# activations of $P - r$ micro-batches, and a stage that has no room raises a `MemoryError`. One
+# measures in virtual time, where a message takes half as long as a forward: whoever waits for a
+# message to arrive before going on pays for it every time.
 
 # %% check="pipe_messages"
 check("pipe_messages", run_pipeline)
@@ -659,7 +666,8 @@ check("pipe_time", run_pipeline)
 #
 # **Write `train_step(stage, optimizer, schedule, micro_batches, targets, loss_fn, buffer)`.**
 #
-# - One step of training with the batch: from its gradients only, none that are older.
+# - One step of training with the batch: from its gradients only, none that are older, also in the
+#   first call.
 # - One step of the optimizer, after *all* micro-batches: a stage whose weights change in between
 #   goes backward through other weights than it went forward.
 # - Returns the loss, as `run_pipeline` does.

@@ -1,8 +1,8 @@
-"""Criteria for how a pipeline works, judged on the emulated cluster: messages, time, memory.
+"""Criteria for how a pipeline works, judged on the emulated cluster: time and memory.
 
-The broker carries every message, and a charged stage asks the broker for every forward and backward
-pass. So the broker knows what was sent, and when each pass ran. The limit on kept activations is
-enforced by the stage in the student's process, so `judge_limit` also checks the gradients.
+A charged stage asks the broker for every forward and backward pass, so the broker knows when each
+one ran. The limit on kept activations is enforced by the stage in the student's process, so
+`judge_limit` also checks the gradients.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from autograder.criteria.bonus_pipeline.plan import (
     gpipe_of,
     one_f_one_b_of,
 )
-from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.emulated import charge_plan, even_cluster
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
-from minidist.emulate.trace import Event
 
 WIDTH, SAMPLES = 80, 6
 MESSAGE_BYTES = 4 * WIDTH * SAMPLES
-SLACK_BYTES = 1_000  # for a loss, or for shapes that ranks agree on
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
 MESSAGE_S = 0.5e-3  # time of a message: half of a forward
 # Relative to the best time. Sends that overlap with compute reach 1, blocking sends 1.2 and more.
@@ -45,133 +42,22 @@ ATOL = 1e-5  # of activations, which are about 1
 MOST_LEFT_OVER = 2
 
 
-# --- messages ------------------------------------------------------------------------------------
+# --- a run ---------------------------------------------------------------------------------------
 
 
-def _draw(draw: Draw, schedules: list[list[tuple[str, int]]]) -> list[Values]:
+def draw_run(draw: Draw, schedules: list[list[Step]]) -> list[Values]:
+    """One call: all stages as wide as each other, all micro-batches as large."""
     inputs = parts.draw_stages(draw, [WIDTH] * (draw.world_size + 1))
     m = len(schedules[0]) // 2
     parts.add_case(inputs, draw, schedules, [SAMPLES] * m)
     return inputs
 
 
-def draw_messages(draw: Draw) -> list[Values]:
-    """1F1B with a drawn number of micro-batches."""
-    n, m = draw.world_size, draw.world_size + int(draw.shared().integers(1, 5))
-    return _draw(draw, [one_f_one_b_of(rank, n, m) for rank in range(n)])
-
-
-def observe_run(run_pipeline: Any, inputs: Values, context: Context) -> Values:
-    """One call on uncharged stages."""
-    stage = parts.make_stage(inputs, context)
-    run_pipeline(*parts.arguments(stage, inputs, context, 0))
-    return {"done": True}
-
-
-def _sends(case: Case, rank: int) -> list[Event]:
-    return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
-
-
-def _trouble(case: Case) -> list[Finding]:
+def trouble(case: Case) -> list[Finding]:
     """Findings that make it impossible to judge a run."""
     if any(answer.get("done") is not True for answer in case.answers):
         return [Finding("the call did not come to its end.")]
     return []
-
-
-def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What has to cross each stage border: the activations of all samples, and their gradients."""
-    h, y = parts.batch_of(case, 0)
-    outputs: list[torch.Tensor] = []
-    for stage in parts.stages_of(case):
-        h = stage(h)
-        outputs.append(h)
-    grads = torch.autograd.grad(oracle.mse(h, y), outputs[:-1]) if case.world_size > 1 else ()
-    return [output.detach() for output in outputs[:-1]], list(grads)
-
-
-def _rows(case: Case, source: int, target: int) -> np.ndarray:
-    """The micro-batches that `source` has sent to `target`: one row of numbers each."""
-    m = len(case.inputs[0]["cases"][0]["sizes"])
-    sent = [
-        c.payloads.get(source)
-        for c in case.trace.collectives
-        if c.kind == "send" and c.ranks == (source, target) and c.nbytes >= MESSAGE_BYTES
-    ]
-    size = SAMPLES * WIDTH
-    numbers = carried.numbers_in([p for p in sent if p is not None], "float32", (m + 1) * size)
-    return numbers[: numbers.size // size * size].reshape(-1, size)
-
-
-def _wrong_content(case: Case) -> list[Finding]:
-    """A finding if an activation or gradient is missing in the messages between two neighbours.
-
-    A gradient may have any factor, because `pipe_scale` checks what the loss is divided by.
-    """
-    for border, (h, grad) in enumerate(zip(*_crossing(case), strict=True)):
-        on, back = _rows(case, border, border + 1), _rows(case, border + 1, border)
-        for i, part in enumerate(h.split(SAMPLES)):
-            near = np.isclose(on, part.numpy().ravel(), rtol=parts.RTOL, atol=ATOL)
-            if not near.all(axis=1).any():
-                return [
-                    Finding(
-                        f"the activation of micro-batch {i} was not in what this rank sent to rank "
-                        f"{border + 1}.",
-                        border,
-                    )
-                ]
-        for i, part in enumerate(grad.split(SAMPLES)):
-            wanted = part.numpy().ravel()
-            factors = np.clip(back, -1e30, 1e30) @ wanted / (wanted @ wanted)
-            off = np.abs(back - factors[:, None] * wanted).max(axis=1, initial=0.0)
-            if not (off <= parts.RTOL * np.abs(factors) * np.abs(wanted).max())[factors != 0].any():
-                return [
-                    Finding(
-                        f"the gradient of micro-batch {i}'s activation was not in what this rank "
-                        f"sent to rank {border}: it is the .grad of what was received, after "
-                        "backward.",
-                        border + 1,
-                    )
-                ]
-    return []
-
-
-def judge_messages(case: Case) -> list[Finding]:
-    """Neighbours send M activations on and M gradients back, and nothing else that is large."""
-    findings = _trouble(case)
-    n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
-    others = {
-        e.collective
-        for events in case.trace.events
-        for e in events
-        if e.kind == "issue" and e.collective not in ("send", "recv") and e.nbytes > SLACK_BYTES
-    }
-    if not findings and others:
-        return [
-            Finding(
-                f"activations went through {sorted(others)[0]}: what only a neighbour needs is "
-                "sent."
-            )
-        ]
-    for rank in range(n) if not findings else ():
-        sent = {peer: 0 for peer in range(n)}
-        for e in _sends(case, rank):
-            sent[e.ranks[1]] += e.nbytes
-        for peer, num_bytes in sent.items():
-            expected = m * MESSAGE_BYTES if abs(peer - rank) == 1 else 0
-            if expected <= num_bytes <= expected + SLACK_BYTES:
-                continue
-            what = "activations" if peer > rank else "gradients of activations"
-            why = f"{m} {what} of {MESSAGE_BYTES} bytes each." if expected else "No neighbours."
-            if rank == 0 and peer == n - 1 and n > 2:
-                why = "Before the first stage there is nobody who wants a gradient."
-            findings.append(
-                Finding(
-                    f"this rank sent {num_bytes} bytes to rank {peer}, expected {expected}. {why}",
-                    rank,
-                )
-            )
-    return findings or _wrong_content(case)
 
 
 # --- time ----------------------------------------------------------------------------------------
@@ -186,7 +72,7 @@ def plan(draw: Draw) -> ChargePlan:
 def draw_time(draw: Draw) -> list[Values]:
     """GPipe: no rank waits for gradients in the first half, or for activations in the second."""
     m = 2 * draw.world_size + int(draw.shared().integers(1, 4))
-    return _draw(draw, [gpipe_of(m)] * draw.world_size)
+    return draw_run(draw, [gpipe_of(m)] * draw.world_size)
 
 
 def observe_time(run_pipeline: Any, inputs: Values, context: Context) -> Values:
@@ -206,7 +92,7 @@ def grading_cluster(world_size: int) -> Cluster:
 
 def judge_time(case: Case) -> list[Finding]:
     """Passes are in the schedule's order, activations are real, the bubble is the theory's."""
-    findings = _trouble(case) or [*_wrong_order(case)] or _wrong_activations(case)
+    findings = trouble(case) or [*_wrong_order(case)] or _wrong_activations(case)
     if findings:
         return findings
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
@@ -288,7 +174,7 @@ def draw_limit(draw: Draw) -> list[Values]:
     """1F1B with far more micro-batches than a rank has room for."""
     n = draw.world_size
     m = 2 * n + int(draw.shared().integers(2, 6))
-    return _draw(draw, [one_f_one_b_of(rank, n, m) for rank in range(n)])
+    return draw_run(draw, [one_f_one_b_of(rank, n, m) for rank in range(n)])
 
 
 class _Kept:
@@ -375,10 +261,10 @@ def observe_limit(run_pipeline: Any, inputs: Values, context: Context) -> Values
 def judge_limit(case: Case) -> list[Finding]:
     """The call finished, and every stage ran backward through the activations that it kept.
 
-    The gradients show this, up to a factor that all ranks share. The limit alone does not: a stage
-    without a graph keeps nothing.
+    The gradients show this, up to a factor. The limit alone does not: a stage without a graph keeps
+    nothing.
     """
     m = len(case.inputs[0]["cases"][0]["sizes"])
-    return _trouble(case) or parts.judge_direction(
-        case, 0, f"{m} micro-batches, 1F1B", parts.solve(case, 0)[1]
+    return trouble(case) or parts.judge_direction(
+        case, 0, f"{m} micro-batches, 1F1B", parts.solve(case, 0)[1], one_factor=False
     )

@@ -163,9 +163,18 @@ def scale_of(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def judge_direction(
-    case: Case, number: int, what: str, expected: list[np.ndarray], rtol: float = RTOL
+    case: Case,
+    number: int,
+    what: str,
+    expected: list[np.ndarray],
+    rtol: float = RTOL,
+    *,
+    one_factor: bool = True,
 ) -> list[Finding]:
-    """Every rank's gradients are right up to one common factor, which other criteria check."""
+    """Every rank's gradients are right up to one common factor, which other criteria check.
+
+    Without `one_factor` each rank may have a factor of its own, since `pipe_gradients` checks that.
+    """
     findings: list[Finding] = []
     n = case.world_size
     factor = None
@@ -183,7 +192,7 @@ def judge_direction(
                 )
             )
             continue
-        if factor is None:
+        if factor is None or not one_factor:
             factor = scale_of(grads, expected[rank])
         wrong = np.abs(grads - factor * expected[rank])
         if (

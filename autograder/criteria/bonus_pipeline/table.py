@@ -8,8 +8,9 @@ from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.later import Later, later
 
-emulated, model, plan, tokens, training, values = later(
-    "autograder.criteria.bonus_pipeline", "emulated model plan tokens training values"
+emulated, messages, model, orders, plan, tokens, training, values = later(
+    "autograder.criteria.bonus_pipeline",
+    "emulated messages model orders plan tokens training values",
 )
 charge_plan = Later("autograder.criteria.common.emulated.charge_plan")
 
@@ -28,6 +29,13 @@ _run_emulated = partial(
     deadline_s=40.0,
 )
 _real = partial(_run, deadline_s=20.0)
+_JUDGE_PIPELINE = tuple(
+    f"pipe_{what}"
+    for what in (
+        "gradients", "orders", "tokens", "scale", "uneven", "accumulate", "loss", "messages",
+        "limit", "time",
+    )
+)  # fmt: skip
 
 LAB = Lab(
     name="bonus_pipeline",
@@ -68,7 +76,7 @@ LAB = Lab(
         ),
         _real(
             name="pipe_orders", title="whatever the schedule, and without a deadlock", points=8,
-            draw=values.draw_orders, judge=values.judge_gradients,
+            draw=orders.draw_orders, observe=orders.observe_orders, judge=orders.judge_orders,
         ),
         _run_emulated(
             name="pipe_tokens", title="integers in, float64 on the way", points=4,
@@ -94,8 +102,8 @@ LAB = Lab(
         ),
         _run_emulated(
             name="pipe_messages", title="M activations on, M gradients back, nothing else",
-            points=6, draw=emulated.draw_messages, observe=emulated.observe_run,
-            judge=emulated.judge_messages,
+            points=6, draw=messages.draw_messages, observe=messages.observe_messages,
+            judge=messages.judge_messages,
         ),
         _run_emulated(
             name="pipe_limit", title="room for the micro-batches of 1F1B, and no more", points=6,
@@ -110,6 +118,7 @@ LAB = Lab(
             name="pipe_train", title="one step of the optimizer per batch", points=6,
             task="Task 5, training", world="emulated", plan=charge_plan, deadline_s=40.0,
             draw=training.draw_train, observe=training.observe_train, judge=training.judge_train,
+            stand_ins=("run_pipeline",), relies_on=_JUDGE_PIPELINE,
         ),
         Criterion(
             name="pipe_bytes", title="bytes of a pipeline and of data parallelism", points=4,

@@ -1,7 +1,7 @@
 """Criteria for what a pipeline computes: the gradients and the loss of the whole batch.
 
-The first two criteria run on real ranks, where a send that no rank receives blocks. The others run
-on the emulated cluster, where the other ranks stop waiting at once if a rank fails.
+The first criterion runs on real ranks, where a send that no rank receives blocks. The others run on
+the emulated cluster, where the other ranks stop waiting at once if a rank fails.
 """
 
 from __future__ import annotations
@@ -13,23 +13,14 @@ import numpy as np
 import torch
 
 from autograder.criteria.bonus_pipeline import parts
-from autograder.criteria.bonus_pipeline.plan import (
-    BACKWARD,
-    FORWARD,
-    Step,
-    gpipe_of,
-    one_f_one_b_of,
-)
+from autograder.criteria.bonus_pipeline.plan import Step, gpipe_of
 from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
-def _everywhere(draw: Draw, steps: list[Step]) -> list[list[Step]]:
+def everywhere(draw: Draw, steps: list[Step]) -> list[list[Step]]:
+    """The same schedule on all ranks."""
     return [steps] * draw.world_size
-
-
-def _one_f_one_b(draw: Draw, m: int) -> list[list[Step]]:
-    return [one_f_one_b_of(rank, draw.world_size, m) for rank in range(draw.world_size)]
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -41,32 +32,7 @@ def draw_gradients(draw: Draw) -> list[Values]:
     inputs = parts.draw_stages(draw, parts.draw_widths(draw))
     for m in (n + 1, max(1, n - 1), 1, 2 * n + 1):
         size = int(rng.integers(2, 5))
-        parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [size] * m)
-    return inputs
-
-
-def draw_orders(draw: Draw) -> list[Values]:
-    """1F1B, GPipe backward in reverse order, one micro-batch at a time, a random order, a mixture.
-
-    In the mixture the first ranks do GPipe and the others 1F1B: what is sent to the first ranks is
-    long on its way, since they receive nothing before their last forward.
-    """
-    rng, n = draw.shared(), draw.world_size
-    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
-    size, m = int(rng.integers(2, 5)), n + 2
-    parts.add_case(inputs, draw, _one_f_one_b(draw, m), [size] * m)
-    back = gpipe_of(m)[:m] + gpipe_of(m)[m:][::-1]
-    parts.add_case(inputs, draw, _everywhere(draw, back), [size] * m)
-    naive = [(what, i) for i in range(m) for what in (FORWARD, BACKWARD)]
-    parts.add_case(inputs, draw, _everywhere(draw, naive), [size] * m)
-    forwards, backwards = (rng.permutation(m).tolist() for _ in range(2))
-    if forwards == sorted(forwards):
-        forwards.reverse()
-    mixed = [(FORWARD, i) for i in forwards] + [(BACKWARD, i) for i in backwards]
-    parts.add_case(inputs, draw, _everywhere(draw, mixed), [size] * m)
-    m = 4 * n
-    mixture = [gpipe_of(m)] * (n // 2) + _one_f_one_b(draw, m)[n // 2 :]
-    parts.add_case(inputs, draw, mixture, [size] * m)
+        parts.add_case(inputs, draw, everywhere(draw, gpipe_of(m)), [size] * m)
     return inputs
 
 
@@ -82,20 +48,24 @@ def observe_gradients(run_pipeline: Any, inputs: Values, context: Context) -> Va
 
 def judge_gradients(case: Case) -> list[Finding]:
     """The gradients are those of the whole batch in one process, up to a common factor."""
-    for number, each in enumerate(case.inputs[0]["cases"]):
+    for number in range(len(case.inputs[0]["cases"])):
         _, expected = parts.solve(case, number)
-        what = f"{case.world_size} stages, {len(each['sizes'])} micro-batches"
-        if case.inputs[-1]["cases"][number]["schedule"] != each["schedule"]:
-            kinds = [kind for kind, _ in each["schedule"]]
-            is_gpipe = kinds == sorted(kinds, reverse=True)  # all forwards first
-            what += ", GPipe on the first ranks, 1F1B behind them" if is_gpipe else ", 1F1B"
-        else:
-            what += ", in the order " + " ".join(
-                f"{kind[0].upper()}{i}" for kind, i in each["schedule"][:24]
-            )
-        if findings := parts.judge_direction(case, number, what, expected):
+        if findings := parts.judge_direction(case, number, name_of(case, number), expected):
             return findings
     return []
+
+
+def name_of(case: Case, number: int) -> str:
+    """Stages, micro-batches and schedule of a call, in words."""
+    each = case.inputs[0]["cases"][number]
+    what = f"{case.world_size} stages, {len(each['sizes'])} micro-batches"
+    if case.inputs[-1]["cases"][number]["schedule"] != each["schedule"]:
+        kinds = [kind for kind, _ in each["schedule"]]
+        is_gpipe = kinds == sorted(kinds, reverse=True)  # all forwards first
+        return what + (", GPipe on the first ranks, 1F1B behind them" if is_gpipe else ", 1F1B")
+    return f"{what}, in the order " + " ".join(
+        f"{kind[0].upper()}{i}" for kind, i in each["schedule"][:24]
+    )
 
 
 # --- the loss and its factor ---------------------------------------------------------------------
@@ -106,7 +76,7 @@ def draw_scale(draw: Draw) -> list[Values]:
     rng = draw.shared()
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     for m in (3, draw.world_size + 3):
-        parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [int(rng.integers(2, 5))] * m)
+        parts.add_case(inputs, draw, everywhere(draw, gpipe_of(m)), [int(rng.integers(2, 5))] * m)
     return inputs
 
 
@@ -119,11 +89,11 @@ def draw_uneven(draw: Draw) -> list[Values]:
     rng = draw.shared()
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     sizes = [int(s) for s in rng.permutation([1, 2, 4, 8])]
-    parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(len(sizes))), sizes)
+    parts.add_case(inputs, draw, everywhere(draw, gpipe_of(len(sizes))), sizes)
     repeats = [int(r) for r in rng.permutation([1, 2, 3, 5])]
     for values in inputs:
         values["cases"][0]["repeats"] = repeats
-    parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(len(sizes))), [3] * len(sizes))
+    parts.add_case(inputs, draw, everywhere(draw, gpipe_of(len(sizes))), [3] * len(sizes))
     return inputs
 
 
@@ -261,7 +231,7 @@ def draw_accumulate(draw: Draw) -> list[Values]:
     """One call, and gradients that exist before it."""
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     m = draw.world_size + 1
-    parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [3] * m)
+    parts.add_case(inputs, draw, everywhere(draw, gpipe_of(m)), [3] * m)
     for rank, values in enumerate(inputs):
         rng = draw.private(rank)
         values |= {

@@ -24,7 +24,8 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
                 out = loss_fn(out, targets[i])
                 losses[i] = out.item()
             else:
-                handles.append(dist.isend(out.detach().clone(), dst=rank + 1))
+                sent = out.detach().clone(memory_format=torch.contiguous_format)
+                handles.append(dist.isend(sent, dst=rank + 1))
             kept[i] = (x, out)
             del x, out
         else:

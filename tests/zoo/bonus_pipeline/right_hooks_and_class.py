@@ -55,7 +55,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
 
 # %% replaces="task5_train"
 def train_step(stage, optimizer, *given):
+    optimizer.zero_grad(set_to_none=False)
     loss = run_pipeline(stage, *given[:0], *given)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
     return loss

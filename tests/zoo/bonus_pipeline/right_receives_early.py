@@ -33,7 +33,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
             x = take((what, i)).requires_grad_(True) if rank else micro_batches[i]
             y = stage(x)
             if rank < last:
-                leaving.append(dist.isend(y.detach(), rank + 1))
+                leaving.append(dist.isend(y.detach().contiguous(), rank + 1))
             else:
                 y = loss_fn(y, targets[i]) * (targets[i].shape[0] / count)
                 total += y.item()

@@ -24,7 +24,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
                 y = loss_fn(y, targets[i]) * len(targets[i])
                 figures += torch.tensor([float(y.detach()), len(targets[i])], device=device)
             else:
-                leaving.append(dist.isend(y.data, rank + 1))
+                leaving.append(dist.isend(y.data.contiguous(), rank + 1))
             kept[i] = x, y
             continue
         x, y = kept.pop(i)

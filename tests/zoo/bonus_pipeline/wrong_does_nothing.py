@@ -1,7 +1,7 @@
 """Comes back at once: what was there before is there after it, and there is room for everything.
 
 loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_scale, pipe_uneven, pipe_accumulate,
-    pipe_loss, pipe_messages, pipe_limit, pipe_time, pipe_train
+    pipe_loss, pipe_messages, pipe_limit, pipe_time
 because: without a message there are no gradients, no loss and no training.
 """
 

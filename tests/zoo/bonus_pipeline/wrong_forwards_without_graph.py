@@ -1,6 +1,6 @@
 """Only the last stage builds a graph: the others keep nothing, send zeros back and learn nothing.
 
-loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_messages, pipe_limit, pipe_time, pipe_train
+loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_messages, pipe_limit, pipe_time
 because: zeros go back, so no stage but the last learns, whatever the batch and the schedule.
 """
 

@@ -1,6 +1,6 @@
 """The received activation asks for no gradient; zeros go back.
 
-loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_messages, pipe_limit, pipe_train
+loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_messages, pipe_limit
 class: example
 because: zeros go back, so no stage but the last learns, whatever the batch and the schedule.
 """

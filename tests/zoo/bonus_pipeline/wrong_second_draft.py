@@ -1,7 +1,6 @@
 """Nothing goes back but zeros, and the loss is a sum; what is returned looks right.
 
-loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_scale, pipe_uneven, pipe_messages, pipe_limit,
-    pipe_train
+loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_scale, pipe_uneven, pipe_messages, pipe_limit
 because: it has two faults at once, and where zeros go back no gradient is right.
 """
 

@@ -1,0 +1,127 @@
+"""Criterion for all kinds of schedules, on real ranks: a send that no rank receives blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.bonus_pipeline import parts
+from autograder.criteria.bonus_pipeline.plan import (
+    BACKWARD,
+    FORWARD,
+    Step,
+    gpipe_of,
+    one_f_one_b_of,
+)
+from autograder.criteria.bonus_pipeline.values import everywhere, name_of
+from autograder.criteria.common.answers import is_floats
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+ATOL = 1e-3  # of the sum of a micro-batch's numbers, which differs by far more
+
+
+def _one_f_one_b(draw: Draw, m: int) -> list[list[Step]]:
+    return [one_f_one_b_of(rank, draw.world_size, m) for rank in range(draw.world_size)]
+
+
+def draw_orders(draw: Draw) -> list[Values]:
+    """1F1B, GPipe backward in reverse order, one micro-batch at a time, a random order, a mixture.
+
+    In the mixture the first ranks do GPipe and the others 1F1B: what is sent to the first ranks is
+    long on its way, since they receive nothing before their last forward.
+    """
+    rng, n = draw.shared(), draw.world_size
+    inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
+    size, m = int(rng.integers(2, 5)), n + 2
+    parts.add_case(inputs, draw, _one_f_one_b(draw, m), [size] * m)
+    back = gpipe_of(m)[:m] + gpipe_of(m)[m:][::-1]
+    parts.add_case(inputs, draw, everywhere(draw, back), [size] * m)
+    naive = [(what, i) for i in range(m) for what in (FORWARD, BACKWARD)]
+    parts.add_case(inputs, draw, everywhere(draw, naive), [size] * m)
+    forwards, backwards = (rng.permutation(m).tolist() for _ in range(2))
+    if forwards == sorted(forwards):
+        forwards.reverse()
+    mixed = [(FORWARD, i) for i in forwards] + [(BACKWARD, i) for i in backwards]
+    parts.add_case(inputs, draw, everywhere(draw, mixed), [size] * m)
+    m = 4 * n
+    mixture = [gpipe_of(m)] * (n // 2) + _one_f_one_b(draw, m)[n // 2 :]
+    parts.add_case(inputs, draw, mixture, [size] * m)
+    return inputs
+
+
+class _Watched(nn.Module):
+    """A stage that notes for which input each of its passes is, by the sum of its numbers.
+
+    If all ranks take the wrong micro-batch in the same way, the gradients are right all the same.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+        self.passes: dict[str, list[float]] = {FORWARD: [], BACKWARD: []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One micro-batch."""
+        name = x.detach().double().sum().item()
+        self.passes[FORWARD].append(name)
+        y = self.stage(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.passes[BACKWARD].append(name))
+        return y
+
+
+def observe_orders(run_pipeline: Any, inputs: Values, context: Context) -> Values:
+    """The gradients on this rank after each call, and in which order its passes were."""
+    answer: Values = {}
+    for number in range(len(inputs["cases"])):
+        stage = _Watched(parts.make_stage(inputs, context))
+        run_pipeline(*parts.arguments(stage, inputs, context, number))
+        answer |= parts.gradients_of(stage, number)
+        answer |= {f"{k}/{number}": np.array(v) for k, v in stage.passes.items()}
+    return answer
+
+
+def judge_orders(case: Case) -> list[Finding]:
+    """The gradients are right, and every rank takes the micro-batches that its schedule names.
+
+    Forwards and backwards are compared each for themselves: `pipe_limit` has their mixture.
+    """
+    for number in range(len(case.inputs[0]["cases"])):
+        _, expected = parts.solve(case, number)
+        what = name_of(case, number)
+        findings = parts.judge_direction(case, number, what, expected, one_factor=False)
+        if findings or (findings := _other_order(case, number, what)):
+            return findings
+    return []
+
+
+def _other_order(case: Case, number: int, what: str) -> list[Finding]:
+    h, _ = parts.batch_of(case, number)
+    findings: list[Finding] = []
+    for rank, stage in enumerate(parts.stages_of(case)):
+        each = case.inputs[rank]["cases"][number]
+        sums = [part.sum().item() for part in h.split(each["sizes"])]
+        for kind in (FORWARD, BACKWARD):
+            right = np.array([sums[i] for k, i in each["schedule"] if k == kind])
+            got = case.answers[rank].get(f"{kind}/{number}")
+            # Passes that a stage does again, to keep less, are not the schedule's.
+            first = _first(got) if is_floats(got) else np.zeros(0)
+            if first.shape != right.shape or np.abs(first - right).max() > ATOL:
+                findings.append(
+                    Finding(
+                        f"{what}: the {kind} passes were not of these micro-batches in this "
+                        "order, though the sum of the gradients is right.",
+                        rank,
+                    )
+                )
+                break
+        with torch.no_grad():
+            h = stage(h)
+    return findings
+
+
+def _first(values: np.ndarray) -> np.ndarray:
+    return values[np.sort(np.unique(values, return_index=True)[1])]
