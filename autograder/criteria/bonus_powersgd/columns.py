@@ -199,7 +199,7 @@ def draw_mean(draw: Draw) -> list[Values]:
 
 
 def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
-    """All means, and the arguments afterwards; and the all-reduces for two large tensors."""
+    """All means, and the arguments afterwards; the all-reduces for two large tensors and none."""
     answer: Values = {"none": len(packed_mean([]))}
     calls = {}
     for letter, (shapes, _) in MEANS.items():
@@ -212,6 +212,7 @@ def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
             answer[f"{letter}{i}"] = mean.cpu().numpy()
             answer[f"before/{letter}{i}"] = tensor.cpu().numpy()
     answer["calls"] = _count_calls(packed_mean, [torch.ones(LARGE, device=context.device)] * 2)
+    answer["calls for none"] = _count_calls(packed_mean, [])
     return answer
 
 
@@ -240,6 +241,10 @@ def judge_mean(case: Case) -> Iterator[Finding]:
             )
         if not _is_count(answer.get("none"), 0):
             yield Finding("packed_mean([]): expected an empty list.", rank)
+        if not _is_count(answer.get("calls for none"), 0):
+            yield Finding(
+                "packed_mean([]): no dist.all_reduce is needed, as nothing is sent.", rank
+            )
         for letter, (shapes, dtype) in MEANS.items():
             count = len(shapes)
             if not _is_count(answer.get(f"{letter} count"), count):

@@ -73,9 +73,9 @@ def build_attention(build: Any, inputs: Values, context: Context) -> Any:
     return attention
 
 
-def build_block(build: Any, inputs: Values, context: Context) -> Any:
-    """A parallel block that holds this rank's correct parts."""
-    block = build(other_block(inputs, context))
+def build_block(build: Any, inputs: Values, context: Context, full: Any = None) -> Any:
+    """A parallel block, made of `full`, that holds this rank's correct parts."""
+    block = build(full or other_block(inputs, context))
     fill_parts(layers_of(block, (*NORMS, *ATTENTION, *MLP)), inputs, context)
     return block
 
@@ -105,9 +105,12 @@ def observe_attention(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_block(build: Any, inputs: Values, context: Context) -> Values:
-    """Output and gradients of the block."""
-    names = (*NORMS, *ATTENTION, *MLP)
-    return _run(build_block(build, inputs, context), names, inputs, context)
+    """Output and gradients of the block; the parameters of `full` that change with its own."""
+    names, full = (*NORMS, *ATTENTION, *MLP), other_block(inputs, context)
+    before = {name: p.detach().clone() for name, p in full.named_parameters()}
+    block = build_block(build, inputs, context, full)
+    shared = [name for name, p in full.named_parameters() if not torch.equal(p, before[name])]
+    return _run(block, names, inputs, context) | {"shared": ", ".join(shared)}
 
 
 def _judge(case: Case, what: str, names: tuple[str, ...]) -> Iterator[Finding]:
@@ -155,6 +158,8 @@ def judge_block(case: Case) -> Iterator[Finding]:
             or wrong_answer(case, "x", rank, "gradient of the input", right["x"])
         ):
             yield wrong
+        elif shared := case.answers[rank].get("shared"):
+            yield Finding(f"Training the block changes `full`, too: {str(shared)[:200]}.", rank)
 
 
 # --- heads ---------------------------------------------------------------------------------------
