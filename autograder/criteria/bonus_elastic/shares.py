@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import finite_floats, item_of, plain
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
+
+DTYPES = ("float32", "float64")  # of a model some of whose ranks are idle
 
 # --- elastic_share -------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
 
 @on_two_nodes
 def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
-    """As `observe_gradient`, with float32 parameters in a list, which can be iterated twice.
+    """As `observe_gradient`, with a list, which can be iterated twice, once in either dtype.
 
     New memory that nobody has set, as that of `torch.empty`, holds nan. It may do so at any time.
     """
@@ -128,9 +131,10 @@ def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # this fills new memory with nan
     try:
-        return _observe(combine, inputs, context, list, "float32")
+        answers = {dtype: _observe(combine, inputs, context, list, dtype) for dtype in DTYPES}
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warns)
+    return {f"{dtype}/{name}": v for dtype, each in answers.items() for name, v in each.items()}
 
 
 def _observe(
@@ -200,10 +204,19 @@ def judge_idle(case: Case) -> Iterator[Finding]:
 
     `elastic_gradient` checks the exact length.
     """
+    for dtype in DTYPES:
+        answers = [
+            {name.removeprefix(f"{dtype}/"): value for name, value in answer.items()}
+            for answer in case.answers
+        ]
+        yield from _judge_idle(replace(case, answers=answers), dtype)
+
+
+def _judge_idle(case: Case, dtype: str) -> Iterator[Finding]:
     given = case.inputs[0]
     x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
     right = np.concatenate([g.ravel() for g in oracle.gradients(given, x, y)])
-    story = f"(The ranks have {[values['own'] for values in case.inputs]} samples.)"
+    story = f"(The model is {dtype}. The ranks have {[v['own'] for v in case.inputs]} samples.)"
     first: np.ndarray | None = None
     told = [finite_floats(answer.get("loss"), ()) for answer in case.answers]
     losses = [np.nan if loss is None else float(loss) for loss in told]
