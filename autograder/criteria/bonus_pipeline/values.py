@@ -269,7 +269,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
         share = float(grads @ rest / (rest @ rest))
         if abs(share - 1) > parts.RTOL:
             yield Finding(
-                f"of the gradients that were there before the call, {share:.2g} times are there "
+                f"of the gradients that were there before the call, {share:.4g} times are there "
                 "after it: expected 1. run_pipeline adds to .grad; who calls it decides when to "
                 "clear.",
                 rank,
