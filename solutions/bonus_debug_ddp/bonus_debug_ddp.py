@@ -339,7 +339,7 @@ def broken_step(
 # - All ranks come with the same weights and equally many samples of their own.
 # - Afterwards the weights are those that *one* process would have after `optimizer.step()` with the
 #   samples of all ranks: for every optimizer, on any number of ranks.
-# - Every parameter gets a gradient in every backward.
+# - Every parameter gets a gradient in every backward. What was in `p.grad` before does not count.
 #
 # <details><summary>Hint 1: why SGD does not mind</summary>
 #
@@ -431,11 +431,12 @@ def broken_reduce(params: Sequence[nn.Parameter], bucket_bytes: int) -> None:
 # %% [markdown]
 # **The contract of `reduce_in_buckets`.**
 #
-# - Every parameter in `params` has a gradient; the shapes are the same on all ranks.
+# - Every parameter in `params` has a gradient; the shapes are the same on all ranks. All
+#   gradients are contiguous.
 # - Gradients are packed into buckets, in their order. A bucket is full when it holds
 #   `bucket_bytes` or more, and travels in one asynchronous all-reduce while the next one is
 #   packed.
-# - When the function returns, every `p.grad` is the mean over the ranks.
+# - When the function returns, every `p.grad` is the mean over the ranks. It may be a new tensor.
 #
 # <details><summary>Hint 1: count</summary>
 #
@@ -632,6 +633,7 @@ def broken_amp_step(
 #   through backward times `scaler.scale`; the optimizer gets the true gradient.
 # - `max_norm` limits the norm of the *true* gradient, over all parameters.
 # - If a gradient is not finite, nobody steps. `scaler.update(overflow)` is called once per step.
+# - Every parameter gets a gradient in every backward.
 #
 # <details><summary>Hint 1: a kink every 2000 steps</summary>
 #
@@ -1104,7 +1106,8 @@ def broken_build(make_model: Callable[[], nn.Module], seed: int, rank: int) -> n
 # - `make_model()` draws initial weights from torch's default generator. They are the same on
 #   every rank, and depend on `seed` alone.
 # - After the call the default generator gives other numbers on each rank, for dropout. They depend
-#   on `seed` and `rank` alone: a second run gets the same ones.
+#   on `seed` and `rank` alone: a second run gets the same ones. A rank may draw again the numbers
+#   that the weights came from.
 #
 # <details><summary>Hint</summary>
 #

@@ -82,9 +82,12 @@ def observe_step(train_step: Any, inputs: Values, context: Context) -> Values:
     model, optimizer = _start(inputs, context.device)
     for step in range(inputs["steps"]):
         x, y = (torch.from_numpy(inputs[f"{n}/{step}"]).double() for n in "xy")
+        x, y = x.to(context.device), y.to(context.device)
         if inputs["optimizer"] == "adam":  # gradients that stay cost only `debug_step_mean`
             optimizer.zero_grad()
-        train_step(model, optimizer, oracle.mse, x.to(context.device), y.to(context.device))
+        elif step == 0:  # somebody has looked at gradients before
+            oracle.mse(model(x), y).backward()
+        train_step(model, optimizer, oracle.mse, x, y)
     answer: Values = {}
     _told_parameters(answer, model)
     return answer
@@ -129,7 +132,8 @@ def judge_sgd(case: Case) -> Iterator[Finding]:
                 answer.get(f"p{i}"),
                 expected,
                 dtype="float64",
-                hint="A mean over ranks divides by the number of ranks, whatever that is.",
+                hint="A mean over ranks divides by the number of ranks, whatever that is. And what "
+                "was in p.grad before a call does not count.",
             ):
                 yield wrong
                 break
@@ -314,7 +318,8 @@ def _judge_scaled(case: Case, hint: str, *, with_scales: bool) -> Iterator[Findi
         if with_scales and got != scales:
             yield Finding(
                 f"the scale after each step: {got}, expected {scales}. It is updated once per "
-                "step, and an overflow skips that step on every rank.",
+                "step, and an overflow skips that step on every rank. An inf that stays in p.grad "
+                "makes the next gradient infinite, too.",
                 rank,
             )
             continue

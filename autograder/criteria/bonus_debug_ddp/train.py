@@ -27,6 +27,27 @@ LR = 0.3
 PER_RANK = 6  # samples of each rank
 
 
+class Record:
+    """What was seen in training: by a model and by copies of it.
+
+    A copy that is trained in place of the model costs only `debug_train_zero_grad`.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.seen: list[float] = []
+        self.path, self.was_saved = path, False
+        self.trained: nn.Module | None = None  # the one that went forward last
+
+    def __deepcopy__(self, memo: Any) -> Record:
+        return self
+
+    def add(self, model: nn.Module, x: torch.Tensor) -> None:
+        """Notes one forward pass of training."""
+        self.seen += x[:, 0].detach().cpu().tolist()
+        self.was_saved = self.path is not None and self.path.exists()
+        self.trained = model
+
+
 class Recorded(nn.Module):
     """A linear classifier that records the first column of its training inputs.
 
@@ -42,13 +63,11 @@ class Recorded(nn.Module):
         self.classify = oracle.mlp(inputs, dtype)
         self.meter_module = nn.Module()
         self.meter_module.register_buffer("scale", torch.ones(1))
-        self.seen: list[float] = []
-        self.path, self.was_saved = path, False
+        self.record = Record(path)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
-            self.seen += x[:, 0].detach().cpu().tolist()
-            self.was_saved = self.path is not None and self.path.exists()
+            self.record.add(self, x)
         return self.classify(x)
 
 
@@ -77,9 +96,12 @@ def draw_data(draw: Draw) -> list[Values]:
 
 
 def draw_shares(draw: Draw) -> list[Values]:
-    """One epoch over rows that can be told apart; the ranks cannot share them evenly."""
+    """One epoch over rows that can be told apart; the ranks cannot share them evenly.
+
+    A rank's last batch is smaller than the others, and belongs to its share, too.
+    """
     missing = int(draw.world_size > 1)
-    return _draw(draw, 1, missing=missing, equal_rows=False, generated=False, batch_size=2)
+    return _draw(draw, 1, missing=missing, equal_rows=False, generated=False, batch_size=4)
 
 
 def draw_epochs(draw: Draw) -> list[Values]:
@@ -89,7 +111,7 @@ def draw_epochs(draw: Draw) -> list[Values]:
 
 def draw_zero_grad(draw: Draw) -> list[Values]:
     """Several steps per epoch, on rows that can be told apart."""
-    return _draw(draw, 2, equal_rows=False, generated=False, batch_size=3, small=True)
+    return _draw(draw, 2, equal_rows=False, generated=False, batch_size=3, small=True, itself=True)
 
 
 def draw_saved(draw: Draw) -> list[Values]:
@@ -142,15 +164,17 @@ def _observe(train: Any, inputs: Values, context: Context) -> Values:
             lr=inputs.get("lr", LR),
             path=path,
         )
-        answer: Values = {"seen": np.array(model.seen), "written": path.exists()}
-        answer["saved before"] = model.was_saved
+        record = model.record
+        answer: Values = {"seen": np.array(record.seen), "written": path.exists()}
+        answer["saved before"] = record.was_saved
         if path.exists() and context.rank == 0:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             answer["keys"] = [str(key) for key in saved]
             for key, value in saved.items():
                 if isinstance(value, torch.Tensor):
                     answer[f"saved {key}"] = value.detach().numpy().copy()
-    for name, value in model.state_dict().items():
+    trained = model if inputs.get("itself") else record.trained or model
+    for name, value in trained.state_dict().items():
         answer[name] = value.detach().cpu().numpy().copy()
     return answer
 
@@ -204,6 +228,10 @@ def judge_zero_grad(case: Case) -> Iterable[Finding]:
         return [steps]
     inputs = case.inputs[0]
     model = Recorded(inputs, torch.float64)
+    start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    for rank, answer in enumerate(case.answers):
+        if all(oracle.agrees(answer.get(name), start[name]) for name in NAMES):
+            return [Finding("`model` has its first weights: `model` itself is trained.", rank)]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
     for step in steps:
