@@ -173,7 +173,7 @@ def _alone(case: Case) -> list[Finding]:
                 0,
             )
         ]
-    first = parts.Stage(case.inputs[0]["w"], case.inputs[0]["b"], False)
+    first = parts.stages_of(case)[0]
     x = parts.batch_of(case, 0)[0][: ALONE * SAMPLES]
     oracle.mse(first(x), x).backward()
     expected = parts.gradients_of(first, 0)["g/0"]
