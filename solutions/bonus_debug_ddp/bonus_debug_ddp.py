@@ -434,8 +434,8 @@ def broken_reduce(params: Sequence[nn.Parameter], bucket_bytes: int) -> None:
 # - Every parameter in `params` has a gradient; the shapes are the same on all ranks. All
 #   gradients are contiguous.
 # - Gradients are packed into buckets, in their order. A bucket is full when it holds
-#   `bucket_bytes` or more, and travels in one asynchronous all-reduce while the next one is
-#   packed.
+#   `bucket_bytes` or more, or when the next gradient would take it beyond. It travels in one
+#   asynchronous all-reduce while the next one is packed.
 # - When the function returns, every `p.grad` is the mean over the ranks. It may be a new tensor.
 #
 # <details><summary>Hint 1: count</summary>
