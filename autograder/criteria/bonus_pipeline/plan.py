@@ -145,6 +145,11 @@ def one_f_one_b_of(rank: int, num_stages: int, num_micro_batches: int) -> list[S
     return steps + [(BACKWARD, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
 
 
+def one_f_one_b_everywhere(num_stages: int, m: int) -> list[list[Step]]:
+    """1F1B of m micro-batches on all ranks."""
+    return [one_f_one_b_of(rank, num_stages, m) for rank in range(num_stages)]
+
+
 def most_kept(steps: list[Step]) -> int:
     """The largest number of micro-batches that are between forward and backward at once."""
     changes = [1 if what == FORWARD else -1 for what, _ in steps]

@@ -69,6 +69,7 @@ LAB = Lab(
             name="pipe_choice", title="enough micro-batches, and no more", points=3,
             task="Task 3, the bubble", world="none", draw=model.draw,
             observe=model.observe_choice, judge=model.judge_choice,
+            stand_ins=("bubble_fraction",), relies_on=("pipe_bubble",),
         ),
         _real(
             name="pipe_gradients", title="the gradients of the whole batch", points=10,

@@ -156,11 +156,14 @@ def judge_bytes(case: Case) -> list[Finding]:
     num_bytes = 4 * count + 2 * halves
     most = 2 * (n - 1) * (4 * math.ceil(count / n) + 2 * math.ceil(halves / n))
     for rank in range(n) if not findings and n > 1 else ():
-        sent = sum(m.nbytes for m in _messages(case, rank))
+        messages = _messages(case, rank)
+        sent = sum(m.nbytes for m in messages)
         if sent > most:
             reason = "More than one N-th of them goes on in a step."
-            if sent < most + SLACK_BYTES:
+            if len(messages) > 2 * 2 * (n - 1):
                 reason = "Send nothing but chunks: both sides know how long each of them is."
+            elif sent < most + SLACK_BYTES:
+                reason = "No chunk is longer than an N-th, rounded up."
             elif sent >= 0.98 * (n - 1) * num_bytes:
                 reason = f"That is the whole tensors, {sent / num_bytes:.1f} times."
             elif abs(sent - most * (1 + 2 * halves / num_bytes)) < SLACK_BYTES:

@@ -11,7 +11,7 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
 from autograder.criteria.common.places import alone, on_two_nodes
-from autograder.criteria.common.pretending import having, namespace
+from autograder.criteria.common.pretending import as_one_rank
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 LARGE = 600_000  # numbers: far more than a socket accepts while no receiver reads
@@ -58,9 +58,7 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
         answer[f"sent/{name}"] = outgoing.cpu().numpy()
     outgoing = torch.from_numpy(inputs["1"].copy()).to(context.device)
     incoming = torch.full_like(outgoing, -1)
-    names = namespace(exchange)  # the notebook's RANK and WORLD_SIZE are used, too
-    one = {name: value for name, value in (("RANK", 0), ("WORLD_SIZE", 1)) if name in names}
-    with alone(context), having(names, one):
+    with alone(context), as_one_rank(exchange):
         exchange(outgoing, incoming)
     outgoing.zero_()  # a copy stays as it is
     answer["alone"] = incoming.cpu().numpy()
@@ -117,14 +115,17 @@ def _draw(draw: Draw, cases: list[tuple[tuple[int, ...], str, str]]) -> list[Val
 
 
 def draw_sum(draw: Draw) -> list[Values]:
-    """Sizes that divide evenly and that do not, a matrix, three dtypes, a large tensor."""
+    """Sizes that divide evenly and that do not, a matrix, three dtypes, a large tensor.
+
+    Chunks of different dtypes differ in length: `ring_small` has equally long ones.
+    """
     rng, n = draw.shared(), draw.world_size
     return _draw(
         draw,
         [
             ((n * int(rng.integers(5, 9)),), "float32", "sum"),
             ((n * int(rng.integers(30, 60)) + 1,), "float64", "sum"),
-            ((n * int(rng.integers(9, 20)) - 1,), "int64", "sum"),
+            ((n * int(rng.integers(20, 31)) - 1,), "int64", "sum"),
             ((int(rng.integers(3, 6)), int(rng.integers(7, 12))), "float32", "sum"),
             ((LARGE + int(rng.integers(1, max(2, n))),), "float32", "sum"),
         ],

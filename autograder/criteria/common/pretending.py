@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -35,6 +35,13 @@ def namespace(written: Any) -> dict[str, Any]:
         return getattr(inspect.unwrap(first), "__globals__", first.__globals__)
     home = sys.modules.get(getattr(first, "__module__", ""), sys.modules["__main__"])
     return vars(home)
+
+
+def as_one_rank(function: Any) -> AbstractContextManager[None]:
+    """Inside, the notebook's RANK and WORLD_SIZE are those of a single rank, where it has them."""
+    names = namespace(function)
+    one = {"RANK": 0, "WORLD_SIZE": 1}
+    return having(names, {name: value for name, value in one.items() if name in names})
 
 
 @contextmanager
