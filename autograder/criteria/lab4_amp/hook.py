@@ -103,13 +103,13 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
             for _ in range(STEPS):
                 model.zero_grad()
                 if many:
-                    many.values = []
+                    many.buckets = []
                 model(weights).backward()
+            answer[f"many/{name}"] = many.values() if many else np.zeros(0, "f4")
         for i, p in enumerate(model.parameters()):
             grad = torch.zeros(0) if p.grad is None else p.grad
             answer[f"dtype/{name}/{i}"] = str(grad.dtype).removeprefix("torch.")
             answer[f"g/{name}/{i}"] = grad.float().numpy()
-        answer[f"many/{name}"] = np.concatenate([np.zeros(0, "f4"), *(many.values if many else ())])
         answer[f"calls/{name}"] = len(futures)
         values = [future.value() for future in futures]
         kinds = {str(v.dtype) if isinstance(v, torch.Tensor) else described(v) for v in values}
@@ -146,7 +146,7 @@ def _call(
     bucket: dist.GradBucket,
 ) -> torch.futures.Future[torch.Tensor]:
     if many is not None:
-        many.see(bucket)
+        many.keep(bucket)
     future = hook(state, bucket)
     if held is not None and bucket.is_last():
         held.release()

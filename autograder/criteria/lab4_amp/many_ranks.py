@@ -7,46 +7,79 @@ be on many ranks, all of which have this rank's gradients. No rank but this one 
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from autograder.criteria.common.pretending import pretending
+from autograder.criteria.common.pretending import having, namespace, pretending
 
 RANKS = 48
 
 
 class ManyRanks:
-    """Calls a hook of its own for each bucket; what came out of it is in `values`."""
+    """Keeps buckets, and gives them to a hook of its own once the real hook is done with all.
+
+    Not before: the student's code may remember the number of ranks that it was told first.
+    """
 
     def __init__(self, make_hook: Any, dtype: torch.dtype) -> None:
-        self._make_hook, self._dtype, self._hook = make_hook, dtype, None
-        # A hook may learn the number of ranks from elsewhere, as from the notebook's `world_size`.
-        # It cannot know of ours then, and nothing is known of it.
-        self._asked = False
-        self.values: list[np.ndarray] = []
+        self._make_hook, self._dtype = make_hook, dtype
+        self.buckets: list[tuple[Any, Any]] = []
 
-    def see(self, bucket: dist.GradBucket) -> None:
-        """Reduces a bucket, and leaves it as it was. Errors are those of the hook's real call."""
+    def keep(self, bucket: dist.GradBucket) -> None:
+        """Copies a bucket, before the real hook may write into it; and once more, full of ones."""
         buffer = bucket.buffer()
-        before = buffer.clone()
-        instead = {(dist, "get_world_size"): self._size, (dist, "all_reduce"): _all_reduce}
-        try:
-            with pretending(self._make_hook, instead):
-                self._hook = self._hook or self._make_hook(self._dtype)
-                value = self._hook(None, bucket).wait()
-            if self._asked:
-                self.values.append(value.detach().float().numpy().ravel().copy())
-        except Exception:
-            self.values = []
-        finally:
-            buffer.copy_(before)
+        full = _copy(bucket, torch.ones_like(buffer)), _copy(bucket, buffer.clone())
+        self.buckets.append(full)
 
-    def _size(self, group: Any = None) -> int:
-        self._asked = True
-        return RANKS
+    def values(self) -> np.ndarray:
+        """What comes out of all buckets; empty if the hook fails, or believes in another number.
+
+        It may know the number from elsewhere, or remember the real one. Then the mean of ones is
+        not 1 here, and nothing is known of it.
+        """
+        names = namespace(self._make_hook)
+        ours = dict.fromkeys({"world_size", "WORLD_SIZE"} & names.keys(), RANKS)
+        instead = {
+            (dist, "get_world_size"): lambda group=None: RANKS,
+            (dist, "all_reduce"): _all_reduce,
+        }
+        # Errors are those of the hook's real call.
+        with (
+            suppress(Exception),
+            mock.patch.dict(os.environ, {"WORLD_SIZE": str(RANKS)}),
+            having(names, ours),
+            pretending(self._make_hook, instead),
+        ):
+            hook, values = self._make_hook(self._dtype), [np.zeros(0, "f4")]
+            for ones, bucket in self.buckets:
+                if not bool(((hook(None, ones).wait().float() - 1).abs() < 0.05).all()):
+                    break
+                values.append(hook(None, bucket).wait().detach().float().numpy().ravel().copy())
+            else:
+                return np.concatenate(values)
+        return np.zeros(0, "f4")
+
+
+def _copy(bucket: dist.GradBucket, buffer: torch.Tensor) -> Any:
+    """A bucket with another buffer; DDP's own ends with the call of the hook."""
+    shapes = [gradient.shape for gradient in bucket.gradients()]
+    parts = buffer.split([shape.numel() for shape in shapes])
+    has = {
+        "buffer": buffer,
+        "gradients": [part.view(shape) for part, shape in zip(parts, shapes, strict=True)],
+        "parameters": bucket.parameters(),
+        "index": bucket.index(),
+        "is_last": bucket.is_last(),
+    }
+    methods = {name: lambda name=name: has[name] for name in has}
+    return SimpleNamespace(**methods, set_buffer=lambda new: has.update(buffer=new))
 
 
 def _all_reduce(
