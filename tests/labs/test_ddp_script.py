@@ -151,11 +151,37 @@ def test_a_backend_outlives_what_the_script_destroys(observe):
         # It needs a real GPU before it joins, so nothing is known of it.
         ("torch.ones(1, device='cuda')\ndist.init_process_group('nccl')", ["", ""]),
         ("os._exit(3)", []),
+        (
+            "store = dist.TCPStore('10.0.0.7', 23456, 6, False)\n"
+            "dist.init_process_group('gloo', store=store, rank=3, world_size=6)",
+            ["gloo"] * 2,
+        ),
+        # The first one counts, and the world is torchrun's.
+        (
+            "try:\n    dist.init_process_group('nccl')\n"
+            "except:\n    dist.init_process_group('gloo')",
+            ["nccl"] * 2,
+        ),
+        (
+            "dist.init_process_group('gloo' if dist.is_torchelastic_launched() else 'nccl')",
+            ["gloo"] * 2,
+        ),
+        (
+            "dist.init_process_group('nccl' if os.environ['ROLE_RANK'] == '3' else 'gloo')",
+            ["nccl"] * 2,
+        ),
     ],
 )
 def test_which_backend_a_script_names_where_there_are_gpus(tmp_path, lines, backends):
     (tmp_path / "s.py").write_text(f"import os, torch, torch.distributed as dist\n{lines}\n")
     assert script._find_backends(tmp_path / "s.py", [], tmp_path) == backends
+
+
+def test_a_script_that_never_joins_where_there_are_gpus(tmp_path, monkeypatch):
+    (tmp_path / "s.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(script, "JOINING_DEADLINE_S", 2.0)
+    with pytest.raises(TimeoutError, match=r"s\.py, on a node of 3 .* after 2 s"):
+        script._find_backends(tmp_path / "s.py", [], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -83,19 +83,8 @@ def run_script(
 def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None) -> None:
     """Runs the script as a worker of torchrun would run it."""
     write_to(Path(log))
-    for name in [name for name in os.environ if name.startswith("MINIDIST_")]:
-        del os.environ[name]
-    os.environ |= {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": os.environ["RANK"],
-        "ROLE_WORLD_SIZE": os.environ["WORLD_SIZE"],
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    complete_environment()
     if folders:
         rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
         place = folders / str(rank)
@@ -108,6 +97,21 @@ def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None
         os.environ["GROUP_WORLD_SIZE"] = "2" if last > 0 else "1"
         _note_meeting_place(folders / f"{rank}{ELSEWHERE}")
     work(script, arguments)
+
+
+def complete_environment() -> None:
+    """Adds what torchrun tells a worker beside its place, and removes what only our launch says."""
+    for name in [name for name in os.environ if name.startswith("MINIDIST_")]:
+        del os.environ[name]
+    os.environ |= {
+        "ROLE_NAME": "default",
+        "ROLE_RANK": os.environ["RANK"],
+        "ROLE_WORLD_SIZE": os.environ["WORLD_SIZE"],
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _note_meeting_place(file: Path) -> None:

@@ -57,7 +57,7 @@ def _whole(index: Any, answer: Values) -> int:
     """The index as an int. Where another type stands for one (a tensor of shape (), say), the
     answer notes it, and only `judge_partition` minds."""
     if not isinstance(index, bool | int | np.integer) and hasattr(index, "__index__"):
-        answer["no int"] = f"{type(index).__name__} {index!r}"
+        answer["no int"] = type(index).__name__
         index = operator.index(index)
     return integer(index, "an index from ShardSampler")
 

@@ -11,12 +11,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.launched import (
     ELSEWHERE,
     ON_CPU,
+    complete_environment,
     find_script,
     run_script,
     write_to,
@@ -25,11 +27,11 @@ from autograder.criteria.common.pretending import pretending
 from autograder.criteria.common.script_worker import ScriptError, work
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab1_ddp.joining import PER_NODE, Place
-from minidist.errors import LaunchError
+from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
 
 SCRIPT_DEADLINE_S = 120.0  # a right script takes about 5 s; machines may be busy
-JOINING_DEADLINE_S = 15.0
+JOINING_DEADLINE_S = 60.0  # twice, until it joins
 GPUS = (PER_NODE - 1, PER_NODE)  # of a node where the script is only watched until it joins
 SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
 
@@ -100,7 +102,8 @@ class _Door(Place):
     """A place of task 1's virtual cluster, at which a script goes no further than joining."""
 
     def init_process_group(self, *args: Any, **options: Any) -> None:
-        super().init_process_group(*args, **options)
+        if not self.backend:  # a bare `except:` may come here again, with another one
+            super().init_process_group(*args, **options)
         raise _HasJoinedError
 
 
@@ -108,11 +111,20 @@ def _find_backends(script: Path, arguments: list[str], folder: Path) -> list[str
     """The backend that the script names at each number of GPUs; "" if it does not come that far.
 
     There is no GPU here, so it cannot go on.
+
+    Raises:
+        TimeoutError: it took longer than `JOINING_DEADLINE_S`.
     """
-    with suppress(LaunchError):  # what fails before it joins may need a real GPU
-        given = (_join, 1, str(script.resolve()), arguments, str(folder))
+    given = (_join, 1, str(script.resolve()), arguments, str(folder))
+    try:
         return run(*given, deadline_s=JOINING_DEADLINE_S, env=ON_CPU)[0]
-    return []
+    except LaunchDeadlineError:
+        raise TimeoutError(
+            f"{script.name}, on a node of {PER_NODE} ranks that has GPUs, had not come to "
+            f"init_process_group after {JOINING_DEADLINE_S:.0f} s"
+        ) from None
+    except LaunchError:  # what fails before it joins may need a real GPU
+        return []
 
 
 def _join(script: str, arguments: list[str], folder: str) -> list[str]:
@@ -122,11 +134,14 @@ def _join(script: str, arguments: list[str], folder: str) -> list[str]:
     backends = []
     for gpus in GPUS:
         door = _Door(PER_NODE, gpus)
+        # A store of the script's own would wait for the rank that serves it.
+        instead = door.instead() | {(dist, "TCPStore"): lambda *_, **__: dist.HashStore()}
         with (
             mock.patch.dict(os.environ, door.environment),
-            pretending(work, door.instead()),
+            pretending(work, instead),
             suppress(ScriptError),
         ):
+            complete_environment()
             work(script, arguments)
         backends.append(door.backend)
     return backends

@@ -77,7 +77,7 @@ LAB = Lab(
         Criterion(
             name="script", title="train_ddp.py under torchrun", task=_SCRIPT, points=8,
             world="none", draw=script.draw_script, observe=script.observe_script,
-            judge=script.judge_script, deadline_s=150.0,
+            judge=script.judge_script, deadline_s=190.0,
         ),
         Criterion(
             name="gradients_in_sync", title="tells whether gradients agree", task=_VERIFY, points=7,
