@@ -157,7 +157,8 @@ def judge_tail(case: Case) -> Iterator[Finding]:
         tail = list(range(n // k * k, n))
         last = steps[-1] if steps else None
         whole = len(tail)
-        if (uneven := _uneven(steps[:-1])) is not None:
+        uneven = _uneven(steps[:-1])  # no later group's size reaches the first group
+        if uneven and n > k and _varies(case, rank, uneven):
             weights = show(steps[uneven].weights[steps[uneven].new])
             return (
                 f"optimizer step {uneven} took in batches {steps[uneven].new} with weights "
@@ -186,6 +187,21 @@ def _uneven(steps: Sequence[_Step]) -> int | None:
     entered = [step.weights[step.new] for step in steps]
     wrong = (i for i, w in enumerate(entered) if w.size and not are_close(w, [w.mean()] * w.size))
     return next(wrong, None)
+
+
+def _varies(case: Case, rank: int, number: int) -> bool:
+    """Whether a step's batches have other shares before a tail of 1 than before one of k - 1.
+
+    If not, something else makes them uneven, which `judge_steps` finds.
+    """
+    shares = []
+    for run in (0, 1):
+        steps = _steps(case, rank, run)
+        if isinstance(steps, str) or not steps[number:] or not steps[number].new:
+            return False
+        entered = steps[number].weights[steps[number].new]
+        shares.append(entered / entered.sum())
+    return len(shares[0]) != len(shares[1]) or not are_close(*shares)
 
 
 def _with_batches(steps: list[_Step]) -> list[_Step]:
@@ -270,7 +286,7 @@ def judge_clip(case: Case) -> Iterator[Finding]:
                     f"max_norm={limit:.4g}: at the optimizer step the gradient's norm is "
                     f"{size:.4g}. Clip before the step, after the last backward, and when "
                     "p.grad is the mean of the group."
-                    + " The norm is that over the parameters of all the optimizer's groups."
+                    + " The norm is that over all parameters of the model."
                     * bool(run.get("groups"))
                 )
             if number == 1 and size > 0.9 * limit:
