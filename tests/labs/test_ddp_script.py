@@ -177,11 +177,10 @@ def test_which_backend_a_script_names_where_there_are_gpus(tmp_path, lines, back
     assert script._find_backends(tmp_path / "s.py", [], tmp_path) == backends
 
 
-def test_a_script_that_never_joins_where_there_are_gpus(tmp_path, monkeypatch):
+def test_a_script_that_never_joins_where_there_are_gpus_has_named_no_backend(tmp_path, monkeypatch):
     (tmp_path / "s.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(script, "JOINING_DEADLINE_S", 2.0)
-    with pytest.raises(TimeoutError, match=r"s\.py, on a node of 3 .* after 2 s"):
-        script._find_backends(tmp_path / "s.py", [], tmp_path)
+    assert script._find_backends(tmp_path / "s.py", [], tmp_path) == []
 
 
 @pytest.mark.parametrize(
