@@ -8,8 +8,7 @@ the feature does what it should to those: what is wrong in plain steps costs `am
 Choices that the text leaves, all of which pass: one backward for each batch, or one for the step;
 `no_sync` or not; losses or gradients divided by `accumulate`; clipped after `unscale_`, or scaled
 gradients at a scaled threshold; `zero_grad` before each step, or before the first one and after
-each; whether a step was taken
-learned from `step()` or from the scale.
+each; whether a step was taken learned from `step()` or from the scale.
 """
 
 from __future__ import annotations
