@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from autograder.criteria import find_criterion
-from autograder.criteria.bonus_pipeline import emulated
+from autograder.criteria.bonus_pipeline import emulated, messages
 from autograder.criteria.bonus_pipeline import parts as pipe_parts
 from autograder.criteria.bonus_tensor_parallel import model
+from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Draw, Finding, Values
 from autograder.criteria.lab5_multinode import hierarchy
 from autograder.referee.judging import judge
@@ -137,11 +138,18 @@ def test_room_that_nothing_was_kept_in():
 def test_messages_with_nothing_in_them():
     name = "pipe_messages"
     inputs = handed_out(name)
-    crossing = emulated._crossing(Case(N, inputs, [{}] * N))
+    case = Case(N, inputs, [{}] * N)
+    crossing = messages._crossing(case)
     on, back = ([each.float() for each in way] for way in crossing)
     m = len(inputs[0]["cases"][0]["sizes"])
+    first = pipe_parts.Stage(inputs[0]["w"], inputs[0]["b"], False)  # for the call with one rank
+    x = pipe_parts.batch_of(case, 0)[0][: messages.ALONE * emulated.SAMPLES]
+    oracle.mse(first(x), x).backward()
+    answers = [{"done": True} | pipe_parts.gradients_of(first, 0), *[{"done": True}] * (N - 1)]
 
-    def judged(factor_on: Sequence[float], factor_back: Sequence[float]) -> list[Finding]:
+    def judged(
+        factor_on: Sequence[float], factor_back: Sequence[float], waits: bool = True
+    ) -> list[Finding]:
         def program(rank: int) -> Iterator[Action]:
             for i in range(m):
                 rows = slice(i * emulated.SAMPLES, (i + 1) * emulated.SAMPLES)
@@ -152,12 +160,16 @@ def test_messages_with_nothing_in_them():
                     yield message("recv", on[rank - 1][rows].numpy(), rank - 1)
                     grad = back[rank - 1][rows].numpy()
                     yield message("send", factor_back[rank - 1] * grad, rank - 1)
+            for peer in {rank - 1, rank + 1} & {*EVERYBODY} if waits else ():
+                for i in range(m):
+                    yield "wait", {"key": f"world/{rank}>{peer}/0/{i}"}, NOTHING
 
-        return findings(name, [{"done": True}] * N, program)
+        return findings(name, answers, program)
 
     once = [1.0] * (N - 1)
     assert not judged(once, once)
     assert not judged(once, [float(m)] * (N - 1))
+    assert "nobody waits" in judged(once, once, waits=False)[0].message
     for factor_on, factor_back in (
         ([0.0] * (N - 1), [0.0] * (N - 1)),
         (once, [0.0] * (N - 1)),
