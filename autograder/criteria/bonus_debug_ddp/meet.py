@@ -326,7 +326,8 @@ def _judge_call(case: Case, rank: int, answer: Values, call: int) -> list[Findin
         hint = "Every rank that has it counts alike. And the first all-reduce of a rank meets the "
         hint += "first of the others, whatever they meant by it. The order of a set of names is "
         hint += "another one in each process."
-        if 0.0 in values and oracle.agrees(got, expected * len(values) / (len(values) - 1)):
+        others = len(values) - 1
+        if 0.0 in values and others and oracle.agrees(got, expected * len(values) / others):
             hint = "A rank that has measured 0.0 has it, too."
         if len(values) < case.world_size and oracle.agrees(
             got, expected * len(values) / case.world_size

@@ -24,7 +24,7 @@ from autograder.criteria.bonus_pipeline.emulated import (
 )
 from autograder.criteria.bonus_pipeline.plan import gpipe_of, one_f_one_b_everywhere
 from autograder.criteria.common import carried, oracle
-from autograder.criteria.common.pretending import as_one_rank
+from autograder.criteria.common.pretending import in_world_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Event
 
@@ -56,7 +56,8 @@ def _observe_alone(run_pipeline: Any, inputs: Values, context: Context) -> Value
     world = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "base": 9_000_000}
     try:
         # A send to a rank that does not exist waits in vain for its address.
-        with isolated_world("gloo", **world, timeout_s=5.0), as_one_rank(run_pipeline):
+        alone = isolated_world("gloo", **world, timeout_s=5.0)
+        with alone, in_world_of(run_pipeline, 1, rank=0):
             run_pipeline(stage, gpipe_of(ALONE), x[:ALONE], x[:ALONE], loss_fn, None)
     except Exception as error:
         return {"raised": f"{type(error).__name__}: {error}"[:300]}

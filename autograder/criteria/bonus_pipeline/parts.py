@@ -80,6 +80,21 @@ def make_stage(inputs: Values, context: Context) -> Stage:
     return Stage(inputs["w"], inputs["b"], is_last).to(context.device, torch.float32)
 
 
+def add_old_gradients(inputs: list[Values], draw: Draw, scale: float = 1.0) -> None:
+    """Draws what each rank's gradients are before a call."""
+    for rank, values in enumerate(inputs):
+        rng = draw.private(rank)
+        values |= {
+            f"before/{k}": rng.normal(0, scale, values[k].shape).astype(np.float32) for k in "wb"
+        }
+
+
+def set_old_gradients(stage: Any, inputs: Values) -> None:
+    """Gives the stage the gradients that `add_old_gradients` has drawn."""
+    for p, name in ((stage.weight, "w"), (stage.bias, "b")):
+        p.grad = torch.from_numpy(inputs[f"before/{name}"].copy()).to(p)
+
+
 def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tuple[Any, ...]:
     """The arguments of `run_pipeline` in case `number`."""
     case = inputs["cases"][number]

@@ -27,11 +27,7 @@ def draw_train(draw: Draw) -> list[Values]:
     for number in range(STEPS):
         parts.add_case(inputs, draw, [gpipe_of(m)] * draw.world_size, [3] * m)
         inputs[-1][f"y/{number}"] *= 100
-    for rank, values in enumerate(inputs):
-        rng = draw.private(rank)
-        values |= {
-            f"before/{k}": rng.normal(0, 1e3, values[k].shape).astype(np.float32) for k in "wb"
-        }
+    parts.add_old_gradients(inputs, draw, scale=1e3)
     return inputs
 
 
@@ -65,8 +61,7 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
     """The parameters after a few steps."""
     stage = parts.make_stage(inputs, context)
     optimizer = _Optimizer(stage)
-    for p, name in zip(stage.parameters(), "wb", strict=True):
-        p.grad = torch.from_numpy(inputs[f"before/{name}"].copy()).to(p)
+    parts.set_old_gradients(stage, inputs)
     for number in range(STEPS):
         given = parts.arguments(stage, inputs, context, number)
         train_step(given[0], optimizer, *given[1:])

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from autograder.criteria.bonus_pipeline import parts
 from autograder.criteria.bonus_pipeline.plan import Step, gpipe_of
@@ -232,19 +231,14 @@ def draw_accumulate(draw: Draw) -> list[Values]:
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     m = draw.world_size + 1
     parts.add_case(inputs, draw, everywhere(draw, gpipe_of(m)), [3] * m)
-    for rank, values in enumerate(inputs):
-        rng = draw.private(rank)
-        values |= {
-            f"before/{k}": rng.normal(size=values[k].shape).astype(np.float32) for k in ("w", "b")
-        }
+    parts.add_old_gradients(inputs, draw)
     return inputs
 
 
 def observe_accumulate(run_pipeline: Any, inputs: Values, context: Context) -> Values:
     """The gradients after a call that starts with existing gradients."""
     stage = parts.make_stage(inputs, context)
-    for p, name in ((stage.weight, "w"), (stage.bias, "b")):
-        p.grad = torch.from_numpy(inputs[f"before/{name}"].copy()).to(p)
+    parts.set_old_gradients(stage, inputs)
     run_pipeline(*parts.arguments(stage, inputs, context, 0))
     return parts.gradients_of(stage, 0)
 

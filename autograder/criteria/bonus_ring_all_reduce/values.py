@@ -11,7 +11,7 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
 from autograder.criteria.common.places import alone, on_two_nodes
-from autograder.criteria.common.pretending import as_one_rank
+from autograder.criteria.common.pretending import in_world_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 LARGE = 600_000  # numbers: far more than a socket accepts while no receiver reads
@@ -58,7 +58,7 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
         answer[f"sent/{name}"] = outgoing.cpu().numpy()
     outgoing = torch.from_numpy(inputs["1"].copy()).to(context.device)
     incoming = torch.full_like(outgoing, -1)
-    with alone(context), as_one_rank(exchange):
+    with alone(context), in_world_of(exchange, 1, rank=0):
         exchange(outgoing, incoming)
     outgoing.zero_()  # a copy stays as it is
     answer["alone"] = incoming.cpu().numpy()

@@ -25,7 +25,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.common.places import hashing_as
-from autograder.criteria.common.pretending import having, namespace
+from autograder.criteria.common.pretending import in_world_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 COUNT, P = 200, 0.5
@@ -49,7 +49,7 @@ def _among_more(make_stream: Any, context: Context) -> Iterator[None]:
     n = context.world_size + 1
     with (
         mock.patch.object(dist, "get_world_size", return_value=n),
-        having(namespace(make_stream), {"WORLD_SIZE": n}),
+        in_world_of(make_stream, n),
     ):
         yield
 

@@ -37,11 +37,15 @@ def namespace(written: Any) -> dict[str, Any]:
     return vars(home)
 
 
-def as_one_rank(function: Any) -> AbstractContextManager[None]:
-    """Inside, the notebook's RANK and WORLD_SIZE are those of a single rank, where it has them."""
+def in_world_of(
+    function: Any, world_size: int, rank: int | None = None
+) -> AbstractContextManager[None]:
+    """Inside, what the notebook calls its number of ranks, and its rank, has these values."""
     names = namespace(function)
-    one = {"RANK": 0, "WORLD_SIZE": 1}
-    return having(names, {name: value for name, value in one.items() if name in names})
+    new = {"WORLD_SIZE": world_size, "world_size": world_size}
+    if rank is not None:
+        new |= {"RANK": rank, "rank": rank}
+    return having(names, {name: value for name, value in new.items() if name in names})
 
 
 @contextmanager

@@ -203,7 +203,8 @@ def judge_partition(case: Case) -> Iterator[Finding]:
     """Every sample is on exactly one rank: ascending without shuffling, permuted with shuffling."""
     for rank, answer in enumerate(case.answers):
         if kind := answer.get("no int"):
-            yield Finding(f"an index from ShardSampler: expected an int, got {kind}.", rank)
+            text = f"an index from ShardSampler: expected an int, got {str(kind)[:60]}."
+            yield Finding(text, rank)
     for number, setting in enumerate(case.inputs[0]["settings"]):
         lists = _collect(case, number, setting)
         if isinstance(lists, Finding):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autograder.criteria.common.pretending import having, namespace, pretending
+from autograder.criteria.common.pretending import in_world_of, pretending
 
 RANKS = 48
 
@@ -44,8 +44,6 @@ class ManyRanks:
         It may know the number from elsewhere, or remember the real one. Then the mean of ones is
         not 1 here, and nothing is known of it.
         """
-        names = namespace(self._make_hook)
-        ours = dict.fromkeys({"world_size", "WORLD_SIZE"} & names.keys(), RANKS)
         instead = {
             (dist, "get_world_size"): lambda group=None: RANKS,
             (dist, "all_reduce"): _all_reduce,
@@ -54,7 +52,7 @@ class ManyRanks:
         with (
             suppress(Exception),
             mock.patch.dict(os.environ, {"WORLD_SIZE": str(RANKS)}),
-            having(names, ours),
+            in_world_of(self._make_hook, RANKS),
             pretending(self._make_hook, instead),
         ):
             hook, values = self._make_hook(self._dtype), [np.zeros(0, "f4")]
