@@ -21,6 +21,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,14 @@ from typing import Any
 import cloudpickle
 
 from minidist.errors import LaunchDeadlineError, LaunchError
-from minidist.processes.calls import Call, at_terminate, disagreement, last_calls
+from minidist.processes.calls import (
+    OVERSIZED,
+    Call,
+    at_terminate,
+    disagreement,
+    is_oversized,
+    last_calls,
+)
 from minidist.processes.fork_server import Child, fork
 from minidist.processes.lifetime import keep_backends
 from minidist.processes.ports import free_port, gloo_at_home, let_go
@@ -39,6 +47,7 @@ from minidist.processes.stacks import ask, tell_when_asked
 
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
 _GRACE_S = 1.0
+_NUM_FRAMES = 5  # of the stack of a rank that C++ ends, the innermost ones
 
 # Groups made inside isolated_world stay referenced: a gloo group's destructor joins threads that
 # may still wait for a peer.
@@ -115,6 +124,7 @@ class _Rank:
         self.result: Any = None
         self.error: str | None = None
         self.calls: list[Call] = []  # of a rank that failed
+        self.got_oversized = False
 
     def receive(self) -> None:
         """Take the rank's one message; its pipe is readable or closed."""
@@ -130,7 +140,8 @@ class _Rank:
         if status == "ok":
             self.result = value
         elif status == "ends":
-            self.error = self._end()
+            self.got_oversized, stack = value
+            self.error = f"\n{stack}{self._end()}"
         else:
             self.error = value
 
@@ -167,10 +178,12 @@ def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
     unfinished = [each for each in ranks if not each.done]
     late = [each.rank for each in unfinished]
     if first is not None:
+        first = next((each for each in ranks if each.got_oversized), first)
         others = [each for each in ranks if each.error is not None and each is not first]
         is_gloos = any(word in (first.error or "") for word in ("gloo", "SIGABRT"))
         apart = disagreement({each.rank: each.calls for each in ranks}) if is_gloos else ""
-        text = apart and f"{apart}\n"
+        why = apart or (OVERSIZED if first.got_oversized else "")
+        text = why and f"{why}\n"
         text += f"failed in run(): {first.error}"
         for each in others:
             last = (each.error or "").strip().splitlines()[-1]
@@ -206,7 +219,7 @@ def _rank_main(pipe: connection.Connection, job: bytes) -> None:
 
         torch.set_num_threads(1)
         keep_backends()
-        at_terminate(lambda _: pipe.send_bytes(pickle.dumps(("ends", None, last_calls()))))
+        at_terminate(lambda exception: pipe.send_bytes(pickle.dumps(_last_words(exception))))
         fn, args = pickle.loads(job)
         message = cloudpickle.dumps(("ok", fn(*args), []))
     except BaseException:
@@ -216,6 +229,12 @@ def _rank_main(pipe: connection.Connection, job: bytes) -> None:
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(message)
         pipe.recv_bytes()  # waits until the parent closes its end, or is gone
+
+
+def _last_words(exception: str) -> tuple[str, tuple[bool, str], list[Call]]:
+    """What the parent gets from a rank that C++ ends: why, where the main thread stands, calls."""
+    stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    return "ends", (is_oversized(exception), "".join(stack[-_NUM_FRAMES:])), last_calls()
 
 
 _c10d_maps = (

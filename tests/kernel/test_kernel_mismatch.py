@@ -84,6 +84,43 @@ def test_launch_does_not_call_it_a_mismatch_when_a_rank_fails_by_itself() -> Non
     assert str(caught.value).startswith("[rank 1] failed in run()")
 
 
+OVERSIZED = "a message came that is larger than the tensor which receives it"
+MESSAGES = [
+    ("if rank: dist.send(torch.ones(1000), 0)", "else: dist.recv(torch.ones(10), 1)"),
+    ("if rank: dist.isend(torch.ones(9).double(), 0).wait()", "else: dist.recv(torch.ones(9), 1)"),
+    (
+        "ops = [dist.P2POp(dist.isend, torch.ones(1 + 9 * rank), 1 - rank)]",
+        "ops += [dist.P2POp(dist.irecv, torch.ones(1), 1 - rank)]",
+        "for work in dist.batch_isend_irecv(ops): work.wait()",
+    ),
+]
+
+
+@pytest.mark.parametrize("lines", MESSAGES)
+def test_a_cell_says_that_a_message_is_too_large_and_where(kernel: Kernel, lines: list) -> None:
+    kernel.ok(f"%restart_ranks\n{JOIN}\ndist.all_reduce(torch.ones(3))")
+    result = kernel.run("\n".join(lines))
+    assert result.reply["ename"] == "DistributedHang"
+    assert result.reply["evalue"].startswith(f"rank 0: {OVERSIZED}")
+    assert f"line {len(lines)}: {lines[-1]}" in result.rank(0)["text"]
+
+
+def test_a_cell_ends_while_other_ranks_work_on(kernel: Kernel) -> None:
+    kernel.ok(f"%restart_ranks\n{JOIN}\nimport time")
+    receives = "else: dist.recv(torch.ones(10), 1)"
+    result = kernel.run(f"if rank: dist.send(torch.ones(50), 0); time.sleep(60)\n{receives}")
+    assert result.reply["evalue"].startswith(f"rank 0: {OVERSIZED}")
+    assert result.seconds < 30
+
+
+@pytest.mark.parametrize("lines", MESSAGES)
+def test_launch_says_that_a_message_is_too_large_and_where(lines: list) -> None:
+    with pytest.raises(LaunchError) as caught:
+        run(mismatch, 2, "\n".join(lines))
+    assert str(caught.value).startswith(f"[rank 0] {OVERSIZED}")
+    assert f'File "<string>", line {len(lines)}' in str(caught.value)
+
+
 ABORTS_IN_A_THREAD = """
 import ctypes, threading
 # std::terminate without an exception, as when a thread of torch cannot have memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from minidist.processes.calls import Call, disagreement
+from minidist.processes.calls import OVERSIZED, Call, disagreement
 
 # A blocked thread may wake now and then to check a deadline; a working thread wakes far more often.
 MAX_SWITCHES = 20
@@ -24,6 +24,7 @@ class Place:
         ranks: the collective's group; empty for all ranks.
         note: the error of a rank that failed, or a hint.
         mark: changes when the rank moves on.
+        oversized: whether gloo has refused a message for its size.
         calls: the last collectives that the rank has begun, also in earlier cells, oldest first.
         numbered: the same for comparing them with those of other ranks.
     """
@@ -38,6 +39,7 @@ class Place:
     started: int = 0
     pending: int = 0
     mark: object = None
+    oversized: bool = False
     switches: int = 0
     note: str = field(default="", compare=False)
     calls: tuple[str, ...] = field(default=(), compare=False)
@@ -73,6 +75,7 @@ def place(report: dict[str, Any] | None) -> Place:
         started=_integer(report.get("started")),
         pending=_integer(report.get("pending")),
         note=_string(report.get("hint")),
+        oversized=report.get("oversized") is True,
         mark=(_integer(report.get("stack")), _integer(report.get("started"))),
         switches=_integer(report.get("switches")),
         calls=_calls(report.get("calls")),
@@ -95,8 +98,10 @@ def _numbered(value: Any) -> tuple[Call, ...]:
 
 def headline(places: dict[int, Place]) -> str:
     """Why the ranks wait forever, in a line: who called what, if that is known to differ."""
-    found = disagreement({rank: here.numbered for rank, here in places.items()})
-    return found or "the ranks wait for each other forever"
+    if found := disagreement({rank: here.numbered for rank, here in places.items()}):
+        return found
+    refused = [rank for rank, here in places.items() if here.oversized]
+    return f"rank {refused[0]}: {OVERSIZED}" if refused else "the ranks wait for each other forever"
 
 
 def unmoved(before: Place, now: Place) -> bool:
@@ -115,8 +120,10 @@ def is_hang(places: dict[int, Place]) -> bool:
 
     The caller also checks that the waiting ranks stand still for seconds. It is no hang if a rank
     runs, because it may still reach the collective, or if all ranks wait in the same collective,
-    because their link may be slow.
+    because their link may be slow. A rank that got an oversized message waits for ever.
     """
+    if any(here.oversized for here in places.values()):
+        return True
     everyone = tuple(sorted(places))
     moving = {r for r, p in places.items() if p.status in ("running", "silent")}
     waiting = {r for r, p in places.items() if p.status == "waiting"}

@@ -21,6 +21,11 @@ _CPP = "libc++.1.dylib" if sys.platform == "darwin" else "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"
 _EXCEPTION_TYPE = "__cxa_current_exception_type"
 
+OVERSIZED = (
+    "a message came that is larger than the tensor which receives it: for a send and its receive, "
+    "the number of elements and the dtype must be the same"
+)
+
 _handlers: list[Any] = []  # C++ keeps only an address, so these must not be freed
 
 
@@ -136,6 +141,11 @@ def at_terminate(do: Callable[[str], object]) -> None:
     address = set_terminate(ctypes.cast(kept, ctypes.c_void_p))
     before.append(ctypes.cast(address, handler_type))
     _handlers.append(kept)
+
+
+def is_oversized(exception: str) -> bool:
+    """Whether `at_terminate` tells of a message that is larger than the tensor that receives it."""
+    return "gloo" in exception and "EnforceNotMet" in exception
 
 
 def _name_of(type_info: int | None) -> str:

@@ -38,6 +38,7 @@ _TENSORS = ("tensor", "input_tensor", "output", "input", "output_tensor")
 NUM_CALLS = 3  # of each rank, in the text about a hang
 NUM_COMPARED = 16  # of each rank, to find the first that differs
 _POINT_TO_POINT = frozenset({"send", "recv"})
+got_oversized = False  # whether gloo has refused a message: this rank will end, and is held for now
 
 
 def collectives_started() -> int:
@@ -215,8 +216,8 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
     ranks (of its group, empty for all) and peer; cell, line and source of the user's code; stack (a
     digest that changes when the thread moves), switches (how often it has slept), started
     (collectives of this cell so far), pending (collectives started and not done), calls (the last
-    that were started, in this cell or an earlier one) and numbered (the same for comparing ranks:
-    group, number in the group, operation, tensor).
+    that were started, in this cell or an earlier one), numbered (the same for comparing ranks:
+    group, number in the group, operation, tensor) and oversized (see `got_oversized`).
     """
     entries = recorder(True).get("entries", [])
     pending = [entry for entry in entries if not entry.get("retired", True)]
@@ -227,6 +228,7 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
         "pending": len(pending),
         "calls": _last_calls(entries, kernel.cells_begun),
         "numbered": [astuple(call) for call in last_calls(NUM_COMPARED)],
+        "oversized": got_oversized,
     }
     frames = _stack(thread)
     if not frames:

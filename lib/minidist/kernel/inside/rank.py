@@ -27,13 +27,13 @@ from jupyter_client.session import json_packer
 from tornado.ioloop import IOLoop
 from traitlets.config import Config
 
-from minidist.kernel.inside import recover, rendezvous
+from minidist.kernel.inside import diagnose, recover, rendezvous
 from minidist.kernel.inside.companion import Companion
 from minidist.kernel.inside.diagnose import collectives_started
 from minidist.kernel.inside.errors import Shown, explain_errors
 from minidist.kernel.inside.stream import BoundedStream, make_usable
 from minidist.kernel.link import Link, socket_name
-from minidist.processes.calls import at_terminate, recorder
+from minidist.processes.calls import at_terminate, is_oversized
 from minidist.processes.fork_server import reseed_numpy
 from minidist.processes.lifetime import die_with_parent, keep_backends
 
@@ -230,8 +230,8 @@ def _hold(exception: str) -> None:
 
     Not one that ends for another reason: with no memory left, say, nobody can be asked.
     """
-    waits = any(not entry.get("retired", True) for entry in recorder(True).get("entries", []))
-    if "gloo" in exception and waits:
+    if is_oversized(exception):
+        diagnose.got_oversized = True
         time.sleep(_HOLD_S)
 
 
