@@ -62,6 +62,12 @@ def nothing_runs_on() -> Iterator[None]:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rank has failed, `launch.run` gives the others more time to fail by themselves."""
+    monkeypatch.setattr("minidist.launch._GRACE_S", 30.0)
+
+
+@pytest.fixture
 def browser() -> Iterator[Any]:
     """Chromium, without anything that an earlier test has left in it."""
     playwright = pytest.importorskip("playwright.sync_api")

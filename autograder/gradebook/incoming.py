@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 import tempfile
@@ -123,8 +124,9 @@ class Inbox:
         if before != state:
             before, since = state, time.monotonic()
             self._seen[source] = state, since
-        changed = max((max(each[3:]) for each in state if each), default=0) / 1e9
-        quiet = max(time.time() - changed, time.monotonic() - since)
+        # What has no times has gone since the folder was read, or its folder cannot be entered.
+        changed_s = max(max(each[3:]) for each in state if each) / 1e9 if state[0] else math.inf
+        quiet = max(time.time() - changed_s, time.monotonic() - since)
         return quiet >= self.settle_s and (quiet >= PATIENCE_S or _is_whole(source))
 
     def _take(self, student: str, source: Path, state: Signature) -> Incoming | None:

@@ -80,8 +80,6 @@ def find_submissions(paths: Sequence[Path], lab: str, *, strict: bool = True) ->
     everything = Found([], {})
     unclear: dict[Path, str] = {}
     for path in map(Path, paths):
-        if not os.path.lexists(path):
-            raise ValueError(f"there is no file or folder {path}")
         try:
             here = list(_submissions(path, lab, everything, unclear))
         except OSError as error:
@@ -113,6 +111,8 @@ def _submissions(
 ) -> Iterator[Submission]:
     absolute = Path(os.path.abspath(path))
     if not path.is_dir():
+        if not os.path.lexists(path):
+            raise ValueError(f"there is no file or folder {path}")
         folder = absolute.parent
         student = folder.parent.name if folder.name == lab else folder.name
         if (other := _other_lab(path, lab)) is not None:

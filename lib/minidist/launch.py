@@ -146,7 +146,7 @@ class _Rank:
             self.error = value
 
     def _end(self) -> str:
-        code = self.process.join(5.0)
+        code = self.process.join(30.0)
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"code {code}"
         return f"the process ended without a result ({how})"
 

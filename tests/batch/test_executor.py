@@ -508,7 +508,7 @@ def test_ctrl_c_ends_the_jobs(course):
     )
     try:
         wait_until(
-            lambda: any(e["kind"] == "queued" for e in entries(course)), 60, "no job is submitted"
+            lambda: any(e["kind"] == "queued" for e in entries(course)), 200, "no job is submitted"
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130

@@ -100,7 +100,6 @@ def seen(folder: str) -> tuple[int, str | None, int]:
     return os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES"), num_gpus()
 
 
-@pytest.mark.timeout(120)
 def test_workers_take_different_places(tmp_path):
     results = {}
     todo = dict.fromkeys(range(4), str(tmp_path))
@@ -127,7 +126,6 @@ def ctrl_c(request):
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("ctrl_c")
 def test_jobs_without_slurm_have_their_own_too(machine, monkeypatch, tmp_path):
     def show(task: str) -> None:  # nested, so that submitit's process need not import this file

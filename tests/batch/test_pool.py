@@ -50,7 +50,7 @@ def run(work, todo=TASKS, jobs=2):
 
 def kill(pid):
     """Kills it, and waits until it is dead."""
-    ends_at = time.monotonic() + 10
+    ends_at = time.monotonic() + 60
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         process.kill()

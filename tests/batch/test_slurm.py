@@ -36,7 +36,7 @@ SLURM = "[slurm]\npoll_s = 1\nsettle_s = 3\nbackoff_s = 2\n"
 OPTIONS = SHORT + SLURM
 WITHIN_S = 600
 STATES = "autograder-states"  # the name of jobs that are no grader's
-HONEST = {"STUDENT_ERROR", "NOT_RUN", "WRONG"}  # what a starter that was graded ends with
+HONEST = {"STUDENT_ERROR", "NOT_RUN", "WRONG", "TIMEOUT"}  # what a graded starter ends with
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +97,20 @@ class Grading:
 
     def wait_running(self, number: int) -> dict[str, tuple[str, str]]:
         """Waits until so many submissions run; student -> (job, node)."""
+        seen: dict[str, tuple[str, str]] = {}
+
+        def enough() -> bool:
+            seen.clear()
+            seen.update(self._running())
+            return self.process.poll() is not None or len(seen) >= number
+
         wait_until(
-            lambda: self.process.poll() is not None or len(self._running()) >= number,
-            120,
+            enough,
+            240,
             lambda: f"not {number} jobs run: {self.cluster.say('squeue')}{self.said}",
         )
         assert self.process.poll() is None, self.said
-        return self._running()
+        return seen
 
     def _running(self) -> dict[str, tuple[str, str]]:
         said = self.cluster.say("squeue", "-h", "-r", "--states=RUNNING", "-o", "%i|%N")
@@ -258,7 +265,7 @@ def test_a_controller_that_is_away_for_a_while_stops_nothing(course, cluster):
         grading.wait_running(2)
         cluster.stop("slurmctld")
         time.sleep(5)  # several questions have no answer
-        assert grading.process.poll() is None, grading.said
+        assert grading.process.poll() in (None, 0), grading.said  # results are files
         cluster.start_controller()
         records = grading.wait(0)
     assert all(was_graded(record) for record in records.values())
@@ -312,7 +319,7 @@ def ends(cluster):
         ("TIMEOUT", "sleep 600", []),
         ("CANCELLED", "sleep 600", []),
         ("PENDING", "true", ["--begin=now+1hour"]),
-        ("RUNNING", "sleep 600", ["--time=20"]),
+        ("RUNNING", "sleep 7200", ["--time=120"]),
     ]:
         ids[name] = cluster.submit(command, f"--job-name={STATES}", "--time=1", "-w", "n2", *more)
     cluster.say("scancel", ids["CANCELLED"])
@@ -374,7 +381,7 @@ def test_what_slurm_says_of_jobs_that_wrote_nothing(cluster, ends, tmp_path, mon
     same = {name: name for name in ids}
     wait_until(lambda: job_states(jobs, ids) == same, 150, lambda: str(job_states(jobs, ids)))
     assert jobs.look([*ids.values(), "999999"]).keys() == set(ids.values())
-    jobs.cancel()
+    assert jobs.cancel()
     assert job_states(jobs, ids)["PENDING"] == job_states(jobs, ids)["RUNNING"] == "CANCELLED"
     assert cluster.say("squeue", "-h", "-j", other, "-o", "%T").strip() == "RUNNING"
     cluster.say("scancel", other)

@@ -79,6 +79,12 @@ def test_what_the_controller_has_forgotten_is_looked_up(cluster, tmp_path):
     jobs = SlurmJobs("lost", tmp_path, SlurmOptions())
     same = {state: state for state in ids}
     wait_until(lambda: job_states(jobs, ids) == same, 60, lambda: str(job_states(jobs, ids)))
+    accounted = ("sacct", "-X", "-n", "-P", "-o", "State", "-j", ",".join(ids.values()))
+    wait_until(
+        lambda: {state.split()[0] for state in cluster.say(*accounted).splitlines()} == set(ids),
+        60,
+        lambda: cluster.say(*accounted),
+    )
     cluster.stop("slurmctld")
     cluster.start_controller("-c")  # forgets every job
     wait_until(

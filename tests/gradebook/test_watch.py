@@ -269,10 +269,23 @@ def test_a_file_is_taken_when_it_is_complete(term, monkeypatch):
     [taken] = inbox.look({}).ready
     assert taken.submission.path.read_bytes() == whole
     assert taken.submission.path.is_relative_to(term.course.build / "watch")
-    slow = Inbox(term.course, LAB, term.folder, 30.0)
+    slow = Inbox(term.course, LAB, term.folder, 3600.0)
     path.write_bytes(whole)
     assert slow.look({}).growing == ["ada"]
     assert inbox.look({"ada": identity_of(path)}).ready == []
+
+
+def test_what_has_gone_since_the_folder_was_read_is_not_taken(term, monkeypatch):
+    path, find = hand_in(term.course, "ada"), incoming.find_submissions
+
+    def vanishes(*args, **kwargs):
+        found = find(*args, **kwargs)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(incoming, "find_submissions", vanishes)
+    look = Inbox(term.course, LAB, term.folder, 0.5).look({})
+    assert (look.ready, look.growing) == ([], ["ada"])
 
 
 def test_what_changes_while_it_is_copied_is_not_taken(term, monkeypatch):
@@ -451,7 +464,8 @@ def test_it_waits_for_what_comes_and_survives_a_folder_that_goes_away(term, monk
     finally:
         thread.join()
     assert term.page("kim")
-    assert sum("nothing could be collected" in line for line in lines) == 1
+    # Told once, though it looked many times; if it was just reading the folder, also that.
+    assert sum("there is no file or folder" in line for line in lines) == 1
 
 
 def test_changed_code_begins_anew_before_it_judges(term, monkeypatch):

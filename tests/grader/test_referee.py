@@ -135,7 +135,7 @@ def test_practice_does_not_wait_for_a_rank_that_left(referee):
     verdict = answer(ranks[0], *honest(0, np.zeros(5)))
     assert verdict.fields["status"] == "TIMEOUT"
     assert verdict.fields["message"] == "ranks 1, 2: no answer before the deadline"
-    assert time.monotonic() - started < 5  # the deadline is 25 s
+    assert time.monotonic() - started < 20  # the deadline is 25 s
 
 
 def test_only_the_open_check_can_be_asked_for_and_only_once(referee):
@@ -214,11 +214,15 @@ def test_fresh_ranks_reach_the_emulated_cluster_every_time(referee):
 def test_who_connects_in_a_dead_ranks_name_does_not_keep_the_next_one_out(referee):
     referee.new_ranks()
     late = [dial(referee, rank, "broker")[0] for rank in range(N)]  # of the old generation
+    ends_at = time.monotonic() + 60
+    while len(referee.broker.attached()) < N:  # a welcome is sent before
+        assert time.monotonic() < ends_at
+        time.sleep(0.001)
     for sock in late:
         sock.close()
-    ends_at = time.monotonic() + 10
-    while referee.broker.attached() and time.monotonic() < ends_at:
-        time.sleep(0.01)
+    while referee.broker.attached():
+        assert time.monotonic() < ends_at
+        time.sleep(0.001)
     for rank in range(N):
         sock, said = dial(referee, rank, "broker")
         assert said.kind == "welcome"

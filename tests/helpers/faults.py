@@ -157,11 +157,12 @@ class FaultyClass:
             student = self._student_of(victim)
             if student is None:
                 return False
-            self.outcome.hit.add(student)
         try:
             victim.kill()
         except psutil.NoSuchProcess:
             return False
+        if kind in ("rank", "launcher"):
+            self.outcome.hit.add(student)
         self.outcome.kills.append(kind)
         return True
 

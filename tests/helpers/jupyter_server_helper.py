@@ -47,7 +47,7 @@ def jupyter_lab(folder: Path, settings: Path, *options: str, **variables: str) -
     )
     address = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         while True:
             try:
                 urllib.request.urlopen(f"{address}/api", timeout=5)

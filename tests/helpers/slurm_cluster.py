@@ -51,7 +51,8 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_min_interval=0,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=300
+MessageTimeout=50
 InactiveLimit=0
 KillWait=5
 MinJobAge=3600

@@ -71,7 +71,8 @@ def test_an_instructor_s_first_class(graded: TestCourse, tmp_path: Path, browser
         page.click("td a >> nth=0")
         score = page.locator("input#reflect_1")
         score.wait_for()
-        page.wait_for_load_state("networkidle")  # only then formgrader keeps what is typed
+        # Only then formgrader keeps what is typed.
+        page.wait_for_function("formgrader.grades?.loaded && formgrader.comments?.loaded")
         score.fill("2")
         with page.expect_response(lambda r: "/api/grade/" in r.url and r.request.method == "PUT"):
             score.press("Tab")

@@ -82,7 +82,8 @@ def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
         lab.write("see_wrap", HANG)
         lab.begin("see_wrap")
         page.wait_for_function(
-            "() => document.querySelector('.jp-Notebook').innerText.includes('waits in')"
+            "() => /rank 1.*waits in barrier/"
+            ".test(document.querySelector('.jp-Notebook').innerText)"
         )
         told = lab.text("see_wrap")
         assert re.search(r"rank 0.*waits in all_reduce", told), told

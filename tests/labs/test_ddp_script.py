@@ -80,6 +80,7 @@ def test_a_loader_may_have_workers(observe):
     np.testing.assert_array_equal(saved["losses"], np.arange(8))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     "end", ["sys.exit()", "sys.exit(3)", "os._exit(5)", "os.abort()", "raise ValueError('late')"]
 )
@@ -87,6 +88,7 @@ def test_what_was_saved_counts_however_the_script_ends(observe, end):
     assert observe(f"save([1.5])\n{end}")["losses"] == [1.5]
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("lines", "words"),
     [

@@ -73,7 +73,9 @@ def name_of(cell: nbformat.NotebookNode) -> str:
 
 
 def text_of(cell: nbformat.NotebookNode) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs)
+    """What it printed, without the kernel's word on ranks that take long."""
+    text = "".join(output.get("text", "") for output in cell.outputs)
+    return re.sub(r"^\[(after \d+ s|rank \d+: .*)\]\n", "", text, flags=re.MULTILINE)
 
 
 def run_without_errors(notebook: nbformat.NotebookNode, folder: Path) -> None:

@@ -194,7 +194,7 @@ def test_state_dicts_meta_device_and_memory(tmp_path):
 def full_state_under_if():
     dist.init_process_group("gloo")
     # A group of its own, so that only the wait that never ends has a short timeout.
-    short = dist.new_group(timeout=timedelta(seconds=5))
+    short = dist.new_group(timeout=timedelta(seconds=15))
     mesh = DeviceMesh.from_group(short, "cpu")
     model = shard_model(build(), lambda m: m.blocks, mesh=mesh)
     dist.barrier()

@@ -166,6 +166,7 @@ def train_with_nan(where: str, check: bool) -> None:
             zero.check_finite()
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("where", "check", "said"),
     [

@@ -398,6 +398,7 @@ def alone():
     serve(start(), sgd, num_updates=3, consistency=Asynchronous())
 
 
+@pytest.mark.usefixtures("patient")
 def test_wrong_use_of_real_processes():
     with pytest.raises(LaunchError, match=r"shape \(2,\) on rank 1, expected \(6,\)"):
         run(wrong_shape, 2)

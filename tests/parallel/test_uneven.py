@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from minidist.launch import run
 from minidist.mesh import make_mesh
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.data import BucketedDDP, in_step, join
+from minidist.parallel.data.join import _watch
 from minidist.parallel.hybrid import HybridTrainer
 from minidist.parallel.pipeline import PipelineExecutor, one_f_one_b, split_model
 from minidist.parallel.zero import ShardedOptimizer, Zero2Optimizer, Zero3
@@ -133,6 +135,24 @@ def leaves() -> None:
     else:
         with pytest.raises(MismatchError, match=r"after 2 steps .*rank 1: has left the loop"):
             list(source)
+
+
+def leaves_after_this_step() -> None:
+    """Another rank may have left its loop while this one's all-reduce is about to end."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    handle = Mock(is_completed=Mock(side_effect=[False] * 9 + [True]))
+    with patch("minidist.parallel.data.join._POLL_S", 0.0):
+        store.set("loop/0", "3")
+        _watch(handle, 2, [0], "loop")
+        assert handle.is_completed.call_count == 10
+        store.set("loop/0", "2")
+        with pytest.raises(MismatchError, match="rank 0: has left the loop"):
+            _watch(Mock(is_completed=Mock(return_value=False)), 2, [0], "loop")
+
+
+def test_a_rank_that_leaves_after_a_step_has_taken_part_in_it() -> None:
+    run(leaves_after_this_step, 1)
 
 
 def test_break_errors_of_data_groups_and_what_cannot_join() -> None:

@@ -30,7 +30,7 @@ from autograder.course.slurm_options import SlurmOptions
 from autograder.criteria.limits import Limits
 
 COMMAND_WITHIN_S = 60.0
-CANCEL_WITHIN_S = 30.0
+CANCEL_WITHIN_S = 60.0
 QUEUED, RUNNING, ENDED = "queued", "running", "ended"
 _SIGNAL_S = 30  # Slurm signals a job this long before its time limit; the job ends itself earlier
 

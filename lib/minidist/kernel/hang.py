@@ -185,6 +185,6 @@ def describe(rank: int, places: dict[int, Place]) -> str:
     if here.status == "absent":
         return "takes no part in this cell (%%rank)"
     if here.status == "silent":
-        return "gives no answer (busy in code that does not let other Python threads run)"
+        return "gives no answer (the machine is busy, or code lets no other Python thread run)"
     hint = f". {here.note}" if here.note else ""
     return f"{here.doing or 'is running'}{at}{hint}"

@@ -234,7 +234,9 @@ def _watch(work: Any, steps: int, ranks: list[int], loop: str) -> None:
             continue
         next_s = time.monotonic() + _POLL_S
         store = _get_default_store()
-        gone = [rank for rank in ranks if store.check([f"{loop}/{rank}"])]
+        # Whoever has left after this step has taken part in it: its data is on the way.
+        left = {rank: f"{loop}/{rank}" for rank in ranks if store.check([f"{loop}/{rank}"])}
+        gone = [rank for rank, key in left.items() if int(store.get(key)) <= steps]
         if gone:
             names = ", ".join(map(str, gone))
             raise _not_in_step(steps, f"rank {names}: has left the loop (break, or an error)")
