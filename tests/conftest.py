@@ -50,7 +50,7 @@ _skipped: dict[str, str] = {}  # test -> reason
 def nothing_runs_on() -> Iterator[None]:
     """Fails a module that leaves processes behind: they would slow down all that come after."""
     yield
-    ends_at = time.monotonic() + 15
+    ends_at = time.monotonic() + 60
     while left := _started_by_tests():
         if time.monotonic() > ends_at:
             while found := _started_by_tests():  # until none is left that could start another

@@ -37,6 +37,8 @@ def find_reader() -> Reader | None:
 
     try:
         read()
+    except subprocess.TimeoutExpired:  # the machine is busy
+        return read
     except (OSError, subprocess.SubprocessError):  # nvidia-smi is installed, but no driver
         return None
     return read

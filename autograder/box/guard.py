@@ -99,6 +99,7 @@ class Guard:
 
     def _watch(self) -> None:
         self._gpu_memory, look = find_reader(), 0
+        killed: set[tuple[int, int]] = set()
         while not self._stopped.wait(self.every_s):
             inside = living(below(self.root))
             self._seen |= {process.pid: process.born for process in inside}
@@ -109,8 +110,11 @@ class Guard:
             if look % GPU_EVERY == 0:
                 reason = reason or self._gpu_excess(inside)
             if reason:
-                with self._lock:
-                    self._reasons.append(reason)
+                now = {(process.pid, process.born) for process in inside}
+                if not killed & now:  # else it has been told, and they are about to end
+                    with self._lock:
+                        self._reasons.append(reason)
+                killed = now
                 if self.wall is not None:
                     self.wall.kill()
                 for process in inside:

@@ -32,7 +32,8 @@ if os.fork() == 0:
     if os.fork() == 0:
         print(os.getpid(), flush=True)
         time.sleep(600)
-os._exit(0)
+    os._exit(0)
+os.wait()
 """
 # What the process finds that was started in a group that is marked as systemd marks one.
 FINDS = """

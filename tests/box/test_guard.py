@@ -173,6 +173,9 @@ def test_what_is_shared_counts_once(start):
     assert len(pids) == 3
     assert memory_of(pids, enough=1 << 40) > 3 * 80 * MIB
     assert 80 * MIB < memory_of(pids, enough=150 * MIB) < 150 * MIB
+    while not set(pids) <= guard._seen.keys():
+        assert time.monotonic() < deadline + 20
+        time.sleep(0.05)
     time.sleep(0.5)  # five rounds of the guard
     assert guard.take_reason() == ""
     assert set(guard.stop()) == set(pids)  # a box that is still there at the end goes

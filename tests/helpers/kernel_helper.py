@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,11 @@ def place_of_sockets() -> str:
     return f"{tempfile.gettempdir()}/{uuid.uuid4().hex[:8]}"
 
 
+def says_now(message: dict[str, Any]) -> bool:
+    """Whether a cell has printed "now"."""
+    return message["msg_type"] == "stream" and "now" in message["content"]["text"]
+
+
 class Kernel:
     """A running front with its client."""
 
@@ -60,21 +65,34 @@ class Kernel:
     ) -> None:
         self.manager = manager(kernel_name=name, transport="ipc", ip=place_of_sockets())
         self.manager.start_kernel(extra_arguments=list(arguments), **options)
+        self.manager.shutdown_wait_time = 60.0
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=120)
 
     @property
     def pid(self) -> int:
         return self.manager.provisioner.process.pid  # type: ignore[union-attr]
 
-    def run(self, code: str, *, timeout: float = 120, **options: Any) -> Result:
+    def run(
+        self,
+        code: str,
+        *,
+        timeout: float = 120,
+        stop: Callable[[dict[str, Any]], bool] = lambda message: False,
+        **options: Any,
+    ) -> Result:
+        """Runs a cell, and interrupts it at a message for which `stop` is true."""
         messages: list[dict[str, Any]] = []
+
+        def take(message: dict[str, Any]) -> None:
+            messages.append(message)
+            if stop(message) and not any(map(stop, messages[:-1])):
+                self.manager.interrupt_kernel()
+
         start = time.monotonic()
         options.setdefault("allow_stdin", False)
-        reply = self.client.execute_interactive(
-            code, timeout=timeout, output_hook=messages.append, **options
-        )
+        reply = self.client.execute_interactive(code, timeout=timeout, output_hook=take, **options)
         return Result(reply["content"], time.monotonic() - start, messages)
 
     def ok(self, code: str, **options: Any) -> Result:
@@ -128,7 +146,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], deadline_s: float = 15) -> list[int]:
+def wait_gone(pids: list[int], deadline_s: float = 60) -> list[int]:
     """Those of `pids` that are still alive after the deadline."""
     end = time.monotonic() + deadline_s
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < end:

@@ -35,7 +35,7 @@ def find_leftovers() -> set[str]:
     return found
 
 
-def assert_nothing_left(before: set[str], deadline_s: float = 15.0) -> None:
+def assert_nothing_left(before: set[str], deadline_s: float = 60.0) -> None:
     """Fails if something that was not there `before` is still there at the deadline."""
     ends_at = time.monotonic() + deadline_s
     while left := find_leftovers() - before:

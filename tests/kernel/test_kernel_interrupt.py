@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
-from kernel_helper import SETUP, Kernel, Result
+from kernel_helper import SETUP, Kernel, Result, says_now
 from kernel_helper import kernel as new_kernel
 
 from minidist.kernel.inside import recover
@@ -27,13 +25,6 @@ DEADLOCKS = (
 
 def _interrupted(kernel: Kernel, code: str) -> Result:
     """Run `code` and interrupt it as soon as both ranks are about to block."""
-    messages: list[dict[str, Any]] = []
-
-    def output(message: dict[str, Any]) -> None:
-        messages.append(message)
-        if message["msg_type"] == "stream" and "now" in message["content"]["text"]:
-            kernel.manager.interrupt_kernel()
-
     # The ranks meet in the store, so that what is printed means that both have come so far.
     meet = (
         "import torch.distributed.distributed_c10d as c10d\n"
@@ -41,10 +32,7 @@ def _interrupted(kernel: Kernel, code: str) -> Result:
         "store.set(f'{rank}', ''); store.wait([f'{1 - rank}'])\n"
         "if rank == 0: print('now', flush=True)\n"
     )
-    reply = kernel.client.execute_interactive(
-        meet + code, timeout=60, output_hook=output, allow_stdin=False
-    )
-    return Result(reply["content"], 0.0, messages)
+    return kernel.run(meet + code, stop=says_now)
 
 
 @pytest.mark.slow
@@ -117,8 +105,9 @@ for batch in DataLoader(Slow(), num_workers=2): pass"""
 )
 def test_ranks_survive_an_interrupt(kernel: Kernel, code: str) -> None:
     for _ in range(2):
-        threading.Timer(1.5, kernel.manager.interrupt_kernel).start()
-        [error] = kernel.run(code, timeout=30).of("error")
+        late = "threading.Timer(1, print, ['now'], {'flush': True}).start()"
+        late = f"import threading\nif rank == 0: {late}"
+        [error] = kernel.run(f"{late}\n{code}", stop=says_now).of("error")
         assert error["ename"] == "KeyboardInterrupt"
         assert error["evalue"] == "[ranks 0, 1] the cell was interrupted"
         assert kernel.ok("print('on')").text().startswith("on\n")

@@ -64,6 +64,7 @@ def mismatch(code: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("code", "said"), CALLS)
 def test_launch_says_which_rank_called_what(code: str, said: str) -> None:
     with pytest.raises(LaunchError) as caught:
@@ -72,6 +73,7 @@ def test_launch_says_which_rank_called_what(code: str, said: str) -> None:
     assert str(caught.value).splitlines()[0] == f"[rank {rank}] {APART}{said}"
 
 
+@pytest.mark.usefixtures("patient")
 def test_launch_names_the_one_of_four_that_differs() -> None:
     with pytest.raises(LaunchError) as caught:
         run(mismatch, 4, "dist.all_reduce(torch.ones(10 if rank == 2 else 5000))")
@@ -113,6 +115,7 @@ def test_a_cell_ends_while_other_ranks_work_on(kernel: Kernel) -> None:
     assert result.seconds < 30
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("lines", MESSAGES)
 def test_launch_says_that_a_message_is_too_large_and_where(lines: list) -> None:
     with pytest.raises(LaunchError) as caught:
@@ -133,4 +136,4 @@ def test_a_rank_that_ends_for_another_reason_is_lost_at_once(kernel: Kernel) -> 
     result = kernel.run(f"if rank == 0: {'exec(' + repr(ABORTS_IN_A_THREAD) + ')'}\ndist.barrier()")
     assert result.reply["ename"] == "RankLost"
     assert "rank 0 ended with signal 6 (SIGABRT)" in result.reply["evalue"]
-    assert result.seconds < 15
+    assert result.seconds < 60

@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import nbformat
 import pytest
 import zmq
-from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, Result, alive, wait_gone
+from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, Result, alive, says_now, wait_gone
 from nodes_helper import (
     AGENT,
     SECRET,
@@ -136,7 +135,7 @@ def test_a_hang_is_explained_for_both_nodes(fresh: Kernel) -> None:
 
 
 def test_the_deadline_of_a_cell(fresh: Kernel) -> None:
-    fresh.request(action="deadline", seconds=2)
+    fresh.request(action="deadline", seconds=15)
     result = fresh.run("if rank != 2: dist.barrier()\nelse:\n    while True: pass")
     assert result.kind == "deadline"
     assert "line 3: while True: pass" in result.rank(2)["text"]
@@ -144,28 +143,18 @@ def test_the_deadline_of_a_cell(fresh: Kernel) -> None:
 
 def test_an_interrupt_frees_a_collective(fresh: Kernel) -> None:
     generation = fresh.request(action="status")["generation"]
-    messages: list[dict[str, Any]] = []
-
-    def output(message: dict[str, Any]) -> None:
-        messages.append(message)
-        if message["msg_type"] == "stream" and "now" in message["content"]["text"]:
-            fresh.manager.interrupt_kernel()
-
     for attempt in range(5):
-        start = time.monotonic()
-        reply = fresh.client.execute_interactive(
+        result = fresh.run(
             f"kept = {attempt}\ndist.barrier()\nif rank == 0: print('now', flush=True)\n"
             "if rank != 3: dist.all_reduce(torch.ones(4))\nelse: time.sleep(1000)",
-            timeout=60,
-            output_hook=output,
-            allow_stdin=False,
+            stop=says_now,
         )
-        assert time.monotonic() - start < 20
-        assert reply["content"]["minidist"]["kind"] == "error", reply["content"]
+        assert result.seconds < 60
+        assert result.kind == "error", result.reply
         fresh.ok("if not dist.is_initialized(): dist.init_process_group('gloo')")
         text = fresh.ok(f"{ALL_REDUCE}\nprint(kept)").text()
         assert text == f"10.0\n{attempt}\n[ranks 1-3: same output]\n"
-        if "destroyed on every rank" in Result({}, 0, messages).text("stderr"):
+        if "destroyed on every rank" in result.text("stderr"):
             break  # else the interrupt came before the collective: once more
     else:
         pytest.fail("no collective was interrupted")
@@ -180,7 +169,7 @@ def test_a_lost_rank_is_told_with_its_node(fresh: Kernel) -> None:
     assert result.kind == "rank_lost"
     text = f"ended with signal 9 (SIGKILL) on node 1 ({socket.gethostname()})"
     assert result.rank(2) == {"rank": 2, "status": "lost", "text": text}
-    assert result.seconds < 10
+    assert result.seconds < 60
     result = fresh.run(f"%restart_ranks\n{SETUP}\nif rank == 1: os._exit(5)\ntime.sleep(60)")
     assert "rank 1 ended with exit code 5 on node 0" in result.reply["evalue"]
 
@@ -195,11 +184,11 @@ def test_a_lost_node_is_told(fresh: Kernel, pair: Pair, who: str) -> None:
     else:
         pair.agent.send_signal(signal.SIGKILL if who == "agent" else signal.SIGTERM)
         words = "node 1"
-    assert wait_until_lost(fresh) < 10
+    wait_until_lost(fresh)
     assert words in fresh.run("1").reply["evalue"]
     assert wait_gone(below) == []
     if who != "launcher":
-        pair.agent.wait(10)
+        pair.agent.wait(60)
         pair.start_agent()  # a node may come back
     assert fresh.ok(f"%restart_ranks\n{JOIN}\n{ALL_REDUCE}").text().count("10.0\n") == 1
 
@@ -220,7 +209,7 @@ def test_the_other_node_ends_with_the_front(who: str) -> None:
         else:
             pair.kernel.close()
         assert wait_gone(family) == []
-        assert pair.agent.wait(10) == (1 if who == "front" else 0)
+        assert pair.agent.wait(60) == (1 if who == "front" else 0)
         assert [Path(path).exists() for path in (folder, run_dir.strip())] == [False, False]
 
 
@@ -231,7 +220,7 @@ def test_a_good_bye_counts_though_a_connection_was_closed_before_it() -> None:
         pair.kernel.ok("1")
         wire.cut_newest()
         pair.kernel.close()
-        assert pair.agent.wait(10) == 0
+        assert pair.agent.wait(60) == 0
 
 
 @pytest.mark.slow
@@ -258,9 +247,9 @@ def test_what_travels_is_encrypted_and_a_cut_wire_ends_the_ranks() -> None:
             assert word not in wire.seen
         assert len(wire.seen) > 2000
         wire.cut()
-        assert wait_until_lost(pair.kernel) < 10
+        wait_until_lost(pair.kernel)
         assert "node 1" in pair.kernel.run("1").reply["evalue"]
-        assert pair.agent.wait(10) == 1
+        assert pair.agent.wait(60) == 1
         assert wait_gone(below) == []
 
 
@@ -365,6 +354,9 @@ def test_a_node_that_talks_nonsense() -> None:
         pair.agent.kill()
         pair.agent_port = port
         pair.start_agent()
+        said = pair.agents[-1].stderr
+        assert said is not None
+        assert any("has joined" in line for line in said)
         assert pair.kernel.ok(f"%restart_ranks\n{JOIN}\n{ALL_REDUCE}").text().count("10.0\n") == 1
 
 

@@ -40,7 +40,8 @@ def started(monkeypatch) -> Callable[[str], threading.Thread]:
         thread = threading.Thread(target=process.wait)
         thread.start()
         running.append((process, thread))
-        time.sleep(0.2)  # until it waits
+        while not str(diagnose.where(thread, KERNEL).get("doing")).startswith("waits for its"):
+            time.sleep(0.01)
         return thread
 
     yield start

@@ -156,9 +156,9 @@ def test_the_stop_button_sends_a_message_on_the_shell_channel(editor: Editor) ->
     while not {asked, waiting} <= set(replies):
         message = client.get_shell_msg(timeout=30)
         replies[message["parent_header"]["msg_id"]] = message
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert replies[asked]["msg_type"] == "interrupt_reply"
     assert replies[asked]["content"]["status"] == "ok"
     assert replies[waiting]["content"]["ename"] == "KeyboardInterrupt"
-    again = "dist.init_process_group('gloo')\n" + ALL_REDUCE
+    again = f"if not dist.is_initialized(): dist.init_process_group('gloo')\n{ALL_REDUCE}"
     assert editor.printed(again).startswith("3.0\n")

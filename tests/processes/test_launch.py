@@ -76,7 +76,7 @@ def test_an_exception_names_its_rank_and_ends_the_others():
     begin = time.monotonic()
     with pytest.raises(LaunchError, match="on purpose") as caught:
         run(fail_on_rank_1, 3)
-    assert time.monotonic() - begin < 50
+    assert time.monotonic() - begin < 200
     assert caught.value.rank == 1
     text = str(caught.value)
     assert text.startswith("[rank 1]")
@@ -105,8 +105,8 @@ def sleep_on_rank_1(path):
 
 
 def test_the_deadline_names_who_had_not_finished_and_kills(tmp_path):
-    with pytest.raises(LaunchDeadlineError, match="rank 1 had not finished after 6 s") as caught:
-        run(sleep_on_rank_1, 2, str(tmp_path), deadline_s=6)
+    with pytest.raises(LaunchDeadlineError, match="rank 1 had not finished after 15 s") as caught:
+        run(sleep_on_rank_1, 2, str(tmp_path), deadline_s=15)
     assert caught.value.rank == 1
     pid = int((tmp_path / "1").read_text())
     with pytest.raises(ProcessLookupError):
@@ -127,9 +127,9 @@ def wait_for_nobody():
 
 def test_the_deadline_says_where_ranks_stood():
     with pytest.raises(LaunchDeadlineError) as caught:
-        run(wait_for_nobody, 3, deadline_s=10)
+        run(wait_for_nobody, 3, deadline_s=20)
     lines = str(caught.value).splitlines()
-    assert "ranks 1, 2 had not finished after 10 s (of 3 ranks)" in lines[0]
+    assert "ranks 1, 2 had not finished after 20 s (of 3 ranks)" in lines[0]
     assert lines[0].endswith("killed; rank 0 had returned, so nothing that waits for it ends")
     [where] = lines[1:]  # rank 1 does not answer
     begin, _, code = where.partition(": ")
@@ -328,6 +328,6 @@ print(run(half, 2, 4))
 def test_a_script_without_a_guard_is_not_run_once_more(start, tmp_path):
     (tmp_path / "script.py").write_text(UNGUARDED)
     done = subprocess.run(
-        [sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.stdout == "the script runs\n[2.0, 2.5]\n", done.stderr

@@ -193,7 +193,7 @@ class Executor:
     async def _table(self) -> str:
         """What `%ranks` shows."""
         ranks, everyone = self.generations.ranks, list(range(self.generations.count))
-        reports = {} if ranks is None else await ranks.ask_all(everyone, "status", 1.0)
+        reports = {} if ranks is None else await ranks.ask_all(everyone, "status", 5.0)
         rows = []
         for rank in everyone:
             state = "ready" if ranks is not None and ranks.alive(rank) else "ended"

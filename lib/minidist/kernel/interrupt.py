@@ -25,7 +25,7 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
     """
     cell.interrupted = True
     start = time.monotonic()
-    await ranks.ask_all(cell.unfinished, "interrupt")
+    unasked = await _interrupt(ranks, cell.unfinished)
     next_cut, again, kill_at = start + CUT_AFTER_S, False, start + KILL_AFTER_S
     while cell.unfinished and cell.broken is None:
         now = time.monotonic()
@@ -49,7 +49,15 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
             cell.cut = True
             await ranks.ask_all(cell.unfinished, "cut")
             next_cut, again = now + 1.5, True
+        elif unasked and not cell.cut:  # they may not have begun the cell yet
+            unasked = await _interrupt(ranks, [rank for rank in unasked if rank in cell.unfinished])
         await asyncio.sleep(0.02)
+
+
+async def _interrupt(ranks: Ranks, some: list[int]) -> list[int]:
+    """Interrupts ranks; returns those that have not begun the cell, or that write a traceback."""
+    answers = await ranks.ask_all(some, "interrupt")
+    return [rank for rank, answer in answers.items() if answer and answer.get("reporting")]
 
 
 async def recover(cell: Cell, ranks: Ranks) -> str:

@@ -27,6 +27,8 @@ LOOK_EVERY_S = 0.5
 HANG_AFTER_S = 3.0
 # If a rank stands still for this long, and ranks do different things, the cell says who is where.
 TELL_AFTER_S = 10.0
+# A rank of a busy machine gets so long to say where it is, before the cell is ended.
+LAST_WORD_S = 5.0
 
 
 class Watch:
@@ -74,7 +76,12 @@ class Watch:
         self._tell_of_ranks_apart(now, places)
         if not is_hang(places):
             self._still_since, self._before = now, places
-        if now - self._still_since >= HANG_AFTER_S:
+        hangs = now - self._still_since >= HANG_AFTER_S
+        if hangs or late:
+            places = await self.places(LAST_WORD_S)
+            if not cell.unfinished or cell.broken is not None:
+                return
+        if hangs and is_hang(places):
             self._stop("hang", "DistributedHang", headline(places), places)
         elif late:
             text = f"the cell did not end within its deadline of {self._deadline_s:g} s"
@@ -100,9 +107,9 @@ class Watch:
         lines = "".join(f"\nrank {state['rank']}: {state['text']}" for state in states)
         self._cell.stop(kind, ename, text + lines + last_calls(places), states)
 
-    async def places(self) -> dict[int, Place]:
-        """What each rank of the kernel does now."""
-        reports = await self._ranks.ask_all(self._cell.ranks, "where", 1.0)
+    async def places(self, within_s: float = 1.0) -> dict[int, Place]:
+        """What each rank of the kernel does now; who does not answer in time is silent."""
+        reports = await self._ranks.ask_all(self._cell.ranks, "where", within_s)
         return places_of(self._cell, self._ranks.count, reports)
 
 

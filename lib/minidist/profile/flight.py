@@ -95,6 +95,7 @@ def dump_on_hang(folder: str | Path, *, after_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # it may be writing
 
 
 @dataclass(frozen=True, kw_only=True)

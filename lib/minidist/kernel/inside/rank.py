@@ -95,6 +95,11 @@ class RankKernel(IPythonKernel):
             )
             shown.end(reply)
             return reply
+        except KeyboardInterrupt:  # before the cell's first line, where IPython does not expect it
+            text = "the cell was interrupted before it began"
+            error = {"ename": "KeyboardInterrupt", "evalue": text, "traceback": [text]}
+            more = {"execution_count": shell.execution_count, "user_expressions": {}, "payload": []}
+            return {"status": "error", **error, **more}
         finally:
             self.executing = False
             make_usable()

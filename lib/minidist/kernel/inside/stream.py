@@ -38,7 +38,7 @@ _PROFILER = re.compile(r"^USDT:[^\n]*\] profiler_(?:start|stop)\n?", re.M)
 MAX_FILES = 4
 # Bytes that C code or a program has written that are printed at once, and how long a cell waits for
 # this when it ends: longer only if something writes without end.
-_PIPE_BYTES, _DRAIN_S = 64 * 1024, 0.5
+_PIPE_BYTES, _DRAIN_S = 64 * 1024, 2.0
 # After this many changes between stdout and stderr in a cell, a change no longer sends the text of
 # the previous stream at once.
 MAX_CHANGES = 2000

@@ -69,6 +69,7 @@ class Hub:
         self._tasks: list[asyncio.Task[None]] = []
         self._names = {0: _clean(socket.gethostname())}
         self._nodes: dict[int, bytes] = {}  # node -> the prefix of its two connections' names
+        self._parted: dict[int, bytes] = {}  # the same of nodes that have left
         self._numbers: dict[bytes, int] = {}
         self._guests: dict[bytes, dict[bytes, dict[str, Any]]] = {}
 
@@ -115,8 +116,9 @@ class Hub:
             task.cancel()
         if self._keys is not None:
             self._keys.forget()  # first: a node that waits for the next kernel must not find it
-        for node in list(self._nodes):
-            self.tell(node, {"do": "bye"})
+        bye = json.dumps({"do": "bye"}).encode()
+        for name in {*self._nodes.values(), *self._parted.values()}:
+            self._try([name + LINE, bye])  # one connection of a node that has left may still live
         if self._authenticator is not None:
             self._authenticator.stop()
         if self._context is not None:
@@ -188,6 +190,7 @@ class Hub:
     def _left(self, node: int, how: str) -> None:
         name = self._nodes.pop(node, None)
         if name is not None:
+            self._parted[node] = name
             self._numbers.pop(name, None)
             if self.listener is not None:
                 self.listener.node_left(node, f"{self.name(node)} {how}")
@@ -237,6 +240,7 @@ class Hub:
             self._try([name + LINE, json.dumps({"refused": refused}).encode()])
             return
         self._nodes[node], self._numbers[name] = name, node
+        self._parted.pop(node, None)
         self._names[node] = _clean(seen[LINE].get("host"))
         self.tell(node, {"welcome": node})
         self.changed.set()
