@@ -228,7 +228,7 @@ def test_an_interrupt_before_a_cells_first_line_is_its_error(fresh: Kernel) -> N
     )
     result = fresh.run("1")
     assert result.reply["ename"] == "KeyboardInterrupt"
-    assert "before it began" in result.reply["evalue"]
+    assert "before its first line" in result.reply["evalue"]
     assert fresh.ok("print(1)").text().startswith("1\n")
 
 

@@ -95,8 +95,8 @@ class RankKernel(IPythonKernel):
             )
             shown.end(reply)
             return reply
-        except KeyboardInterrupt:  # before the cell's first line, where IPython does not expect it
-            text = "the cell was interrupted before it began"
+        except KeyboardInterrupt:  # where IPython does not expect it: ipykernel would not reply
+            text = "the cell was interrupted before its first line or after its last"
             error = {"ename": "KeyboardInterrupt", "evalue": text, "traceback": [text]}
             more = {"execution_count": shell.execution_count, "user_expressions": {}, "payload": []}
             return {"status": "error", **error, **more}
