@@ -487,10 +487,11 @@ check("amp_scaler_state", LossScaler)
 #   takes part in full precision too. Gradients are cleared before every step, the first one too (to
 #   zero or to `None`), and nothing of a step that was left out reaches the next.
 # - If `max_norm` is given, the norm of the *unscaled* gradient is clipped to it.
-# - `scaler.update()` once per step, last. The scale must not change while gradients add up.
+# - `scaler.update()` once per step, after `scaler.step`. The scale must not change while gradients
+#   add up.
 # - If there is a `scheduler`, its `step()` is called after each step that was taken, and only then.
-# - Return one Python `float` per optimizer step: the mean over its batches of this rank's unscaled
-#   loss. Batches may differ in size; each counts the same.
+# - Return one Python `float` per optimizer step, also for one that was left out: the mean over its
+#   batches of this rank's unscaled loss. Batches may differ in size; each counts the same.
 #
 # <details><summary>Hint 1: autocast or not</summary>
 #

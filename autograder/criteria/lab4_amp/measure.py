@@ -36,7 +36,8 @@ MEMORY_CASES: tuple[Values, ...] = (
     {"precision": "float32", "slice": True},  # x is a part of a larger storage
     {"precision": "float32", "spare": True},  # parameters without a gradient, though not frozen
     {"precision": "float32", "gated": True},  # a buffer is saved: it is no parameter
-    {"precision": "float32", "part": True},  # a weight lies in the middle of a larger storage
+    # A weight lies in the middle of a larger storage, and forward uses it in halves.
+    {"precision": "float32", "part": True},
     # The optimizer has a state for a parameter that is not the model's (and has no gradient now).
     {"precision": "float32", "loss weight": True, "optimizer": "AdamW"},
 )
@@ -77,11 +78,15 @@ class _Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(sizes))
         self.register_buffer("gate", torch.ones(sizes[1]))  # a buffer is no parameter
         self.spare = nn.Linear(sizes[0], 1) if case["spare"] else None
-        self.recomputed, self.gated = case["recomputed"], case["gated"]
+        self.recomputed, self.gated, self.halved = case["recomputed"], case["gated"], case["part"]
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         """What backward may compute again."""
-        return torch.tanh(self.layers[1](x))
+        layer: Any = self.layers[1]
+        if self.halved:
+            halves = [x @ half.t() for half in layer.weight.chunk(2)]
+            return torch.tanh(torch.cat(halves, dim=1) + layer.bias)
+        return torch.tanh(layer(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs."""
