@@ -456,7 +456,8 @@ check("accum_schedule", train_epoch)
 # - Afterwards every `p.grad`, on every rank, is the gradient of the mean loss over all samples of
 #   all ranks. Gradients are clear when you are called. Do not step.
 # - Go through the micro-batches in their order, each forward and backward once. Forward and
-#   backward of all but the last are inside `no_sync()`. The last one is outside.
+#   backward of all but the last are inside `no_sync()`. The last one is outside, unless you send
+#   the gradients yourself.
 # - Return the mean loss over all samples of *all* ranks, the same on every rank: a `float`, or a
 #   tensor of one number.
 # - Gradients travel once per call, and so does the loss. Everything has arrived when you return.
