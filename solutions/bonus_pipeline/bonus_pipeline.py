@@ -199,8 +199,8 @@ check("pipe_cut", cut_layers)
 # it can be drawn, tested and compared before a single process runs.
 #
 # **GPipe**: all forwards in the order of the micro-batches, then all backwards, in the same order
-# or in reverse. When the last forward is done, a rank keeps the activations of all $M$
-# micro-batches. (The paper recomputes them from the stage's inputs.)
+# or in reverse, alike on all ranks. When the last forward is done, a rank keeps the activations of
+# all $M$ micro-batches. (The paper recomputes them from the stage's inputs.)
 #
 # **1F1B** (one forward, one backward): a backward as soon as there can be one.
 #
@@ -355,10 +355,10 @@ check("pipe_kept", peak_kept)
 # **Write three functions.**
 #
 # - `bubble_fraction(num_stages, num_micro_batches)`: the share of a *step* in which a rank is idle.
-# - `idle_seconds(num_stages, num_micro_batches, forward_s, backward_s)`: the same per rank in
-#   seconds.
+# - `idle_seconds(num_stages, num_micro_batches, forward_s, backward_s)`: the seconds of a step in
+#   which a rank is idle.
 # - `micro_batches_for(num_stages, most_bubble)`: the smallest number of micro-batches, at least 1,
-#   whose bubble is a share of `most_bubble` (above 0) or less.
+#   whose `bubble_fraction` is `most_bubble` (above 0) or less.
 #
 # Some papers divide the idle time by the *busy* time, and get $(P - 1) / M$. With few micro-batches
 # that is more than one. It is a ratio, not a share.
@@ -436,13 +436,15 @@ check("pipe_choice", micro_batches_for)
 # - Afterwards the gradient of the **batch's** mean loss has been *added* to the `.grad` of the
 #   stage's parameters. Micro-batches of equal size count $1/M$ each. In general one with $n$ of $N$
 #   samples (`len(target)`) counts $n/N$.
-# - Returns the batch's mean loss, as a tensor without a graph, on **every** rank. How it gets there
-#   is up to you.
-# - One message per activation and per gradient, to the neighbour. What is sent has to be
-#   contiguous; the output of a stage need not be.
+# - Returns the batch's mean loss, as a tensor of one number without a graph, on **every** rank. How
+#   it gets there is up to you.
+# - One message per activation and per gradient, to the neighbour. A gradient has shape and dtype of
+#   its activation. What is sent has to be contiguous, and so has what is received into; the output
+#   of a stage need not be, nor is `torch.empty_like` of it then.
 # - A rank does not wait for what it *sends* while it has steps to do. Before it returns, it waits
 #   until everything has left.
-# - After a backward pass nothing of that micro-batch is kept, but what is being sent.
+# - After a backward pass nothing of that micro-batch is kept, but what is being sent, and what a
+#   variable of your loop still holds until the next step.
 # - Any schedule works in which neighbours have the same order of forwards, and the same order of
 #   backwards. With one rank there is nobody to talk to.
 #
@@ -670,7 +672,7 @@ check("pipe_time", run_pipeline)
 #   first call.
 # - One step of the optimizer, after *all* micro-batches: a stage whose weights change in between
 #   goes backward through other weights than it went forward.
-# - Returns the loss, as `run_pipeline` does.
+# - Returns the loss, as `run_pipeline` does: a tensor.
 
 
 # %% solution="task5_train"

@@ -121,8 +121,11 @@ def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tupl
 def _mse_of_repeats(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`oracle.mse` of [n, width] and [n, width, repeats], in which each number is repeated.
 
-    A target has more numbers than its samples, and how many more differs by micro-batch.
+    A target has more numbers than its samples, and how many more differs by micro-batch. Arguments
+    in the wrong order change nothing, as in `oracle.mse`: they cost `pipe_tokens`.
     """
+    if output.dim() > target.dim():
+        output, target = target, output
     return oracle.mse(output.unsqueeze(-1).expand_as(target), target)
 
 
@@ -132,11 +135,13 @@ def gradients_of(stage: nn.Module, number: int) -> Values:
     return {f"g/{number}": np.concatenate(grads)}
 
 
-def read_loss(loss: Any) -> float | None:
-    """A number, or a tensor with one number, as a float; None for anything else."""
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        loss = loss.item()
-    return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else None
+def read_loss(loss: Any) -> float | str:
+    """The number in a tensor of one real number; for anything else what it is, in words."""
+    if not isinstance(loss, torch.Tensor):
+        return "nothing (None)" if loss is None else f"{type(loss).__name__[:20]}, not a tensor"
+    if loss.numel() != 1 or loss.is_complex():
+        return f"a tensor of {loss.numel()} numbers"
+    return float(loss.item())
 
 
 # --- the oracle ----------------------------------------------------------------------------------

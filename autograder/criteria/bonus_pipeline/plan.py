@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import item_of
+from autograder.criteria.common.answers import described, item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 Step = tuple[str, int]
@@ -75,10 +75,17 @@ def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
             cuts.append(
                 [
                     [integer(begin, "begin"), integer(end, "end")]
-                    for begin, end in cut_layers(given, stages)
+                    for begin, end in _lasting(cut_layers(given, stages), "cut_layers")
                 ]
             )
     return answer
+
+
+def _lasting(values: Any, what: str) -> Any:
+    """`values`, unless they are gone after one reading: a list can be read again."""
+    if isinstance(values, Iterator):
+        raise TypeError(f"expected a list from {what}, got {described(values)}: use list(…).")
+    return values
 
 
 def judge_cut(case: Case) -> Iterator[Finding]:
@@ -173,7 +180,7 @@ def observe_schedules(build: Any, inputs: Values, context: Context) -> Values:
         for rank in range(context.rank, stages, context.world_size):
             answer[f"{stages}/{micro_batches}/{rank}"] = [
                 [str(what)[:20], integer(i, "a micro-batch")]
-                for what, i in build(rank, stages, micro_batches)
+                for what, i in _lasting(build(rank, stages, micro_batches), "this function")
             ]
     return answer
 

@@ -1,11 +1,12 @@
 """Criterion for stages of other kinds: tokens in, frozen parameters, float64 on the way.
 
 And stages whose outputs are not contiguous, nor the gradients of their inputs. gloo and NCCL refuse
-to send those, the emulated cluster does not: see `_send`.
+to send those, or to receive into such a tensor, the emulated cluster does not: see `_refusing`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -60,17 +61,22 @@ class _TokenStage(nn.Module):
         return (y if own.is_last else torch.tanh(y)).mT
 
 
-def _send(group: Any, tensors: Any, *where: Any, **options: Any) -> Any:
-    """`EmulatedGroup.send` with gloo's refusal, in its words."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise RuntimeError(
-            "input tensor has to be contiguous: a stage's output need not be, and what is sent "
-            "has to be"
-        )
-    return _as_it_is(group, tensors, *where, **options)
+def _refusing(as_it_is: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """`EmulatedGroup.send` or `.recv` with gloo's refusal, in its words."""
+
+    def checked(group: Any, tensors: Any, *where: Any, **options: Any) -> Any:
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise RuntimeError(
+                "input tensor has to be contiguous: a stage's output need not be (nor an "
+                f"empty_like of it), and {what} has to be"
+            )
+        return as_it_is(group, tensors, *where, **options)
+
+    return checked
 
 
-_as_it_is = EmulatedGroup.send
+_send = _refusing(EmulatedGroup.send, "what is sent")
+_recv = _refusing(EmulatedGroup.recv, "what is received into")
 
 
 def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -95,7 +101,7 @@ def observe_tokens(run_pipeline: Any, inputs: Values, context: Context) -> Value
         return torch.zeros(sizes[i], TOKENS, width, dtype=torch.float64, device=context.device)
 
     given[4:] = [_token_loss, None if context.rank == 0 else buffer]
-    with mock.patch.object(EmulatedGroup, "send", _send):
+    with mock.patch.multiple(EmulatedGroup, send=_send, recv=_recv):
         run_pipeline(*given)
     answer = parts.gradients_of(stage, 0)
     answer["frozen"] = all(p.grad is None for p in stage.parameters() if not p.requires_grad)

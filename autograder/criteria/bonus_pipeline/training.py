@@ -1,4 +1,4 @@
-"""Criterion for training with a pipeline: one step of the optimizer per batch."""
+"""Criterion for training with a pipeline: one step of the optimizer per batch, and its loss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from autograder.criteria.bonus_pipeline import parts
 from autograder.criteria.bonus_pipeline.plan import gpipe_of
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 STEPS, LR = 4, 0.3
@@ -58,24 +59,30 @@ class _Optimizer(torch.optim.SGD):
 
 
 def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after a few steps."""
+    """The parameters after a few steps, and the loss that each step returns."""
     stage = parts.make_stage(inputs, context)
     optimizer = _Optimizer(stage)
     parts.set_old_gradients(stage, inputs)
+    losses: list[float | str] = []
     for number in range(STEPS):
         given = parts.arguments(stage, inputs, context, number)
-        train_step(given[0], optimizer, *given[1:])
-    return {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(stage.parameters())}
+        losses.append(parts.read_loss(train_step(given[0], optimizer, *given[1:])))
+    return {"losses": losses} | {
+        f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(stage.parameters())
+    }
 
 
 def judge_train(case: Case) -> Iterator[Finding]:
-    """The parameters are those of one process that takes the same steps."""
+    """The parameters are those of one process that takes the same steps; so are the losses."""
     stages = parts.stages_of(case)
     optimizers = [_Optimizer(stage) for stage in stages]
+    losses: list[float] = []
     for number in range(STEPS):
         stages.zero_grad()
         x, y = parts.batch_of(case, number)
-        oracle.mse(stages(x), y).backward()
+        loss = oracle.mse(stages(x), y)
+        loss.backward()
+        losses.append(loss.item())
         for optimizer in optimizers:
             optimizer.step()
     for rank, answer in enumerate(case.answers):
@@ -91,3 +98,18 @@ def judge_train(case: Case) -> Iterator[Finding]:
             ):
                 yield wrong
                 break
+        else:
+            if wrong := _other_loss(answer, rank, losses):
+                yield wrong
+
+
+def _other_loss(answer: Values, rank: int, losses: list[float]) -> Finding | None:
+    for number, right in enumerate(losses):
+        got = item_of(answer.get("losses"), number)
+        if type(got) is not float or not abs(got - right) <= parts.RTOL * abs(right):
+            return Finding(
+                f"step {number}: the loss of the batch is {right:.6g}, returned was "
+                f"{str(got)[:40]}. train_step returns the tensor that run_pipeline has returned.",
+                rank,
+            )
+    return None

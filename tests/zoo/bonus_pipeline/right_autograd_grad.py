@@ -34,7 +34,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
                 share = len(targets[i]) / sum(len(t) for t in targets)
                 outer = torch.full_like(out, share)
             else:
-                outer = torch.empty_like(out)
+                outer = torch.empty(out.shape, dtype=out.dtype, device=out.device)
                 dist.irecv(outer, src=rank + 1).wait()
             wanted = params + ([x] if rank else [])
             found = torch.autograd.grad(out, wanted, outer)

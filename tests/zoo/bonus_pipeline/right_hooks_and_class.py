@@ -37,7 +37,7 @@ class Border:
         if self.is_last:
             y.backward()
         else:
-            gradient = torch.empty_like(y)
+            gradient = torch.empty(y.shape, dtype=y.dtype, device=y.device)
             dist.recv(gradient, self.rank + 1)
             y.backward(gradient)
 

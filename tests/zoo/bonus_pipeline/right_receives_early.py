@@ -18,7 +18,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
             tensor = buffer(i)
             coming[step] = tensor, dist.irecv(tensor, rank - 1)
         if what == "backward" and rank < last and i in kept:
-            tensor = torch.empty_like(kept[i][1])
+            tensor = torch.empty(kept[i][1].shape, dtype=kept[i][1].dtype, device=kept[i][1].device)
             coming[step] = tensor, dist.irecv(tensor, rank + 1)
 
     def take(step):

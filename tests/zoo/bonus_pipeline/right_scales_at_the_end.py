@@ -30,7 +30,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
         x, y = kept.pop(i)
         gradient = None
         if rank < last:
-            gradient = torch.zeros_like(y)
+            gradient = torch.zeros(y.shape, dtype=y.dtype, device=y.device)
             dist.recv(gradient, rank + 1)
         torch.autograd.backward(y, gradient)
         if rank:

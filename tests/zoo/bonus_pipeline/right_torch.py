@@ -46,7 +46,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
         input_args=x if rank == 0 else x.requires_grad_(),
         output_args=y.requires_grad_(),
         input_grads=None if rank == 0 else torch.empty_like(x),
-        output_grads=None if is_last else torch.empty_like(y),
+        output_grads=None if is_last else torch.empty(y.shape, dtype=y.dtype, device=y.device),
     )
     runner = (Schedule1F1B if kind == "1f1b" else ScheduleGPipe)(part, m, loss_fn=loss_fn)
     losses = [] if is_last else None
@@ -95,7 +95,7 @@ def by_hand(stage, schedule, micro_batches, targets, loss_fn, buffer):
             if rank == last:
                 y.backward()
             else:
-                gradient = torch.empty_like(y)
+                gradient = torch.empty(y.shape, dtype=y.dtype, device=y.device)
                 dist.recv(gradient, rank + 1)
                 y.backward(gradient)
             if rank > 0:

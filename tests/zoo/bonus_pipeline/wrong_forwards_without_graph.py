@@ -36,7 +36,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
             if rank == last:
                 y.backward()
             else:
-                dist.recv(torch.empty_like(y), rank + 1)
+                dist.recv(torch.empty(y.shape, dtype=y.dtype, device=y.device), rank + 1)
             if rank > 0:
                 send(torch.zeros_like(x), rank - 1)
             del x, y

@@ -36,7 +36,7 @@ def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
             if rank == last:
                 y.backward()
             else:
-                gradient = torch.empty_like(y)
+                gradient = torch.empty(y.shape, dtype=y.dtype, device=y.device)
                 dist.recv(gradient, rank + 1)
                 y.backward(gradient)
             if rank > 0:
