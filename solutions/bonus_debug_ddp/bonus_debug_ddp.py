@@ -432,10 +432,11 @@ def broken_reduce(params: Sequence[nn.Parameter], bucket_bytes: int) -> None:
 # **The contract of `reduce_in_buckets`.**
 #
 # - Every parameter in `params` has a gradient; the shapes are the same on all ranks. All
-#   gradients are contiguous.
+#   gradients are contiguous and have one dtype, which may be any floating-point type.
 # - Gradients are packed into buckets, in their order. A bucket is full when it holds
-#   `bucket_bytes` or more, or when the next gradient would take it beyond. It travels in one
-#   asynchronous all-reduce while the next one is packed.
+#   `bucket_bytes` or more. You may also close it when the next gradient would take it beyond. A
+#   gradient larger than `bucket_bytes` is never cut. A bucket travels in one asynchronous
+#   all-reduce while the next one is packed.
 # - When the function returns, every `p.grad` is the mean over the ranks. It may be a new tensor.
 #
 # <details><summary>Hint 1: count</summary>
@@ -524,9 +525,10 @@ def broken_accumulate(
 # %% [markdown]
 # **The contract of `accumulate`.**
 #
-# - Every rank has its own micro-batches, equally many and equally large on all ranks. Gradients are
-#   clear at the beginning. There is no step here.
-# - Afterwards every `p.grad` is the gradient of the mean loss over the samples of all ranks.
+# - Every rank has its own micro-batches, equally many on all ranks. All of them have equally many
+#   samples. Gradients are clear at the beginning. There is no step here.
+# - Afterwards every `p.grad` is the gradient of the mean loss over the samples of all ranks. How
+#   often gradients travel is not judged.
 # - It returns that mean loss, a `float` or a tensor of one number, the same on all ranks.
 #
 # <details><summary>Hint</summary>

@@ -18,37 +18,47 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-VALUES_PER_PARAMETER = 12
+ROWS = 3  # of each gradient
 
 
-def _draw_buckets(draw: Draw, num_parameters: int, per_bucket: float) -> list[Values]:
+def _draw_buckets(
+    draw: Draw, columns: Sequence[Sequence[int]], bucket_columns: int, dtype: str
+) -> list[Values]:
+    """Gradients with so many columns, those of each bucket in a list of their own."""
+    shapes = [(ROWS, n) for bucket in columns for n in bucket]
     values = {
-        "count": num_parameters,
-        "bucket_bytes": int(per_bucket * VALUES_PER_PARAMETER * 4),
+        "count": len(shapes),
+        "dtype": dtype,
+        "bucket_bytes": ROWS * bucket_columns * np.dtype(dtype).itemsize,
+        "numbers": [ROWS * sum(bucket) for bucket in columns],
     }
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        inputs.append(
-            values
-            | {
-                f"g{i}": rng.normal(size=(3, VALUES_PER_PARAMETER // 3)).astype(np.float32)
-                for i in range(num_parameters)
-            }
-        )
+        drawn = {f"g{i}": rng.normal(size=s).astype(dtype) for i, s in enumerate(shapes)}
+        inputs.append(values | drawn)
     return inputs
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """All gradients fit into one bucket and do not fill it."""
-    return _draw_buckets(draw, int(draw.shared().integers(3, 7)), 10.0)
+    """All gradients fit into one bucket and do not fill it; they are equally large."""
+    return _draw_buckets(draw, [[4] * int(draw.shared().integers(3, 7))], 40, "float32")
 
 
 def draw_wait(draw: Draw) -> list[Values]:
-    """Several buckets; the gradients fill each bucket exactly, also the last one."""
+    """Several buckets of float64; the first gradient is too large for one, and travels alone.
+
+    The others fill each bucket exactly, also the last one: it does not matter whether a bucket is
+    closed when it is full or before the gradient that would take it beyond.
+    """
     rng = draw.shared()
-    per_bucket = int(rng.integers(2, 4))  # not one: a gradient alone is no bucket
-    return _draw_buckets(draw, per_bucket * int(rng.integers(3, 6)), float(per_bucket))
+    full = int(rng.integers(10, 16))
+    columns = [[full + int(rng.integers(1, 6))]]
+    for number in range(int(rng.integers(3, 6))):
+        # Two or three gradients of different sizes, in turn.
+        small = int(rng.integers(1, 3))
+        columns.append([small, full - small] if number % 2 else [small, 3, full - small - 3])
+    return _draw_buckets(draw, columns, full, "float64")
 
 
 def observe_buckets(reduce_in_buckets: Any, inputs: Values, context: Context) -> Values:
@@ -118,13 +128,16 @@ def _judge_buckets(case: Case, hint: str, *, any_scale: bool) -> Iterator[Findin
             own = case.inputs[rank][f"g{i}"]
             expected = oracle.mean([inputs[f"g{i}"] for inputs in case.inputs])
             got = answer.get(f"g{i}")
+            dtype = case.inputs[0]["dtype"]
             if any_scale and is_floats(got, expected.shape):
                 scale = float((got * expected).sum() / (expected**2).sum())
                 if scale > 0.1 and oracle.agrees(got, scale * expected):
                     continue
             why = oracle.explain_gradient(got, expected, own, case.world_size)
             what = f"gradient {i} of {case.inputs[0]['count']}"
-            if wrong := oracle.differs(rank, what, got, expected, hint=f"{why} {hint}"):
+            if wrong := oracle.differs(
+                rank, what, got, expected, dtype=dtype, hint=f"{why} {hint}"
+            ):
                 yield wrong
                 break
 
@@ -153,15 +166,16 @@ def judge_wait(case: Case) -> Iterable[Finding]:
 
 def _judge_traffic(case: Case) -> Iterator[Finding]:
     """Each bucket travels in one all-reduce, the first of them while the second is packed."""
-    numbers = case.inputs[0]["bucket_bytes"] // 4
-    expected = [numbers] * (case.inputs[0]["count"] * VALUES_PER_PARAMETER // numbers)
+    inputs = case.inputs[0]
+    expected = inputs["numbers"]
+    sizes = [inputs[f"g{i}"].nbytes for i in range(inputs["count"])]
     for rank, events in enumerate(case.trace.events):
         got = [e.numel for e in events if e.kind == "issue" and e.collective == "all_reduce"]
-        if got != expected:
+        if got not in (expected, expected[::-1]):  # from the last gradient on is fine, too
             yield Finding(
-                f"{case.inputs[0]['count']} gradients of {4 * VALUES_PER_PARAMETER} bytes with "
-                f"bucket_bytes={4 * numbers}: expected {len(expected)} all-reduces of {numbers} "
-                f"numbers each, got {got}. A bucket is full when it holds bucket_bytes or more.",
+                f"gradients of {sizes} bytes, of {inputs['dtype']}, with "
+                f"bucket_bytes={inputs['bucket_bytes']}: expected all-reduces of {expected} "
+                f"numbers, got {got}. A bucket is full when it holds bucket_bytes or more.",
                 rank,
             )
         elif not _packs_while_sending(told(case.answers[rank], "calls")):

@@ -41,10 +41,15 @@ def _draw_dataset(draw: Draw, settings: list[tuple[int, int]]) -> list[Values]:
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """Two dataset sizes that the ranks cannot share evenly; one is below the number of ranks."""
+    """Two dataset sizes that the ranks cannot share evenly; one is below the number of ranks.
+
+    A third one they can share, but not in whole batches.
+    """
     rng, w = draw.shared("sizes"), draw.world_size
+    size = int(rng.integers(4, 8))
     # One sample too many: shares that are rounded up differ by two or more.
-    return _draw_dataset(draw, [(int(rng.integers(3, 6)) * w + 1, 1), (max(1, w - 1), 1)])
+    odd = int(rng.integers(3, 6)) * w + 1
+    return _draw_dataset(draw, [(odd, 1), (max(1, w - 1), 1), (w * (size - 1), size)])
 
 
 def draw_batches(draw: Draw) -> list[Values]:
@@ -80,11 +85,14 @@ def observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_evaluate(case: Case, ranks: int | None = None) -> list[Finding]:
+def judge_evaluate(
+    case: Case, ranks: int | None = None, batch_sizes: range | None = None
+) -> list[Finding]:
     """The loss is the mean over all samples; all ranks together evaluate each sample once.
 
     Args:
         ranks: the loss is looked at on so many of them; None: on all.
+        batch_sizes: the loss is looked at with these; None: with all.
     """
     inputs = case.inputs[0]
     model = oracle.mlp(inputs, torch.float64)
@@ -102,6 +110,8 @@ def judge_evaluate(case: Case, ranks: int | None = None) -> list[Finding]:
                 )
             )
             break
+        if batch_sizes is not None and batch_size not in batch_sizes:
+            continue
         for rank, answer in enumerate(case.answers[:ranks]):
             if wrong := oracle.differs(
                 rank,
@@ -129,19 +139,21 @@ def _only_rank_0_is_right(case: Case) -> bool:
 def judge_tail(case: Case) -> list[Finding]:
     """As `judge_evaluate`; in addition, the ranks' numbers of samples differ by at most one.
 
-    A loss that only rank 0 has, whatever the sizes, costs only `debug_evaluate_batches`.
+    A loss that only rank 0 has, whatever the sizes, costs only `debug_evaluate_batches`; so does
+    one that is wrong only where a batch has several samples.
     """
-    findings = judge_evaluate(case)
+    single = range(1, 2)
+    findings = judge_evaluate(case, batch_sizes=single)
     if findings and _only_rank_0_is_right(case):
-        findings = judge_evaluate(case, ranks=1)
-    for number, (n, _) in enumerate(case.inputs[0]["settings"]) if not findings else ():
+        findings = judge_evaluate(case, ranks=1, batch_sizes=single)
+    for number, (n, size) in enumerate(case.inputs[0]["settings"]) if not findings else ():
         counts = [told(answer, f"count/{number}") for answer in case.answers]
         if max(counts) - min(counts) > 1:
             findings.append(
                 Finding(
-                    f"{n} samples on {case.world_size} ranks: they looked at {counts} samples, "
-                    "which is not as even as it can be. The slowest rank is what the others wait "
-                    "for."
+                    f"{n} samples on {case.world_size} ranks, batch_size={size}: they looked at "
+                    f"{counts} samples, which is not as even as it can be. The slowest rank is "
+                    "what the others wait for."
                 )
             )
     return findings

@@ -61,8 +61,12 @@ def draw_adam(draw: Draw) -> list[Values]:
 
 
 def draw_sgd(draw: Draw) -> list[Values]:
-    """Steps with SGD: a wrong scale of the gradient changes the weights."""
-    return [i | {"optimizer": "sgd"} for i in _draw_batches(draw, 2, "float64")]
+    """Steps with SGD: a wrong scale of the gradient changes the weights.
+
+    All ranks have the same samples: who averages something else costs only `debug_step_adam`.
+    """
+    inputs = _draw_batches(draw, 2, "float64")
+    return [inputs[0] | {"optimizer": "sgd"} for _ in inputs]
 
 
 def _start(inputs: Values, device: Any = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
