@@ -281,9 +281,9 @@ check("ring_plan_gather", ring_steps)
 #
 # **Write `exchange(outgoing, incoming)`.**
 #
-# - It sends `outgoing` to the next rank, and what the rank before sends is in `incoming` when it
-#   returns. Rank $N-1$'s next rank is 0. You may use `RANK` and `WORLD_SIZE`: they are right in
-#   every check.
+# - It sends `outgoing` to the next rank. When it returns, what the rank before sends is in
+#   `incoming`, and `outgoing` may be changed again. Rank $N-1$'s next rank is 0. You may use `RANK`
+#   and `WORLD_SIZE`, here and later: they are right in every check.
 # - All ranks call it at the same time, with tensors of any size and dtype; `incoming` has the size
 #   and dtype of what comes. Both are 1-D and contiguous.
 # - Sending and receiving go on at the same time: neither begins only when the other has ended.

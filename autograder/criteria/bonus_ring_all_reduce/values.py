@@ -202,20 +202,24 @@ def _judge(case: Case, *, in_place: bool) -> Iterator[Finding]:
             if wrong and not in_place and elsewhere is not None:
                 wrong = _problem(case, rank, number, elsewhere)
             if not wrong and not in_place:
-                wrong = _reshaped(case, rank, number)
+                wrong = _not_as_it_was(case, rank, number)
             if wrong:
                 yield wrong
                 break
 
 
-def _reshaped(case: Case, rank: int, number: int) -> Finding | None:
-    """A finding if a single number without dimensions came back with some, and no other tensor."""
+def _not_as_it_was(case: Case, rank: int, number: int) -> Finding | None:
+    """A finding if only the tensor without dimensions, or without numbers, came back wrongly."""
     answer, shapes = case.answers[rank], [shape for shape, _, _ in case.inputs[0]["cases"]]
     others = [answer.get(f"is/{k}") for k in range(len(shapes)) if k != number]
     came = told(answer, f"shape/{number}")
-    if shapes[number] or came == [] or not all(is_right is True for is_right in others):
+    if not all(is_right is True for is_right in others):
         return None
-    return Finding(f"a tensor without dimensions came back in the shape {came}.", rank)
+    if not shapes[number] and came != []:
+        return Finding(f"a tensor without dimensions came back in the shape {came}.", rank)
+    if 0 in shapes[number] and answer.get(f"is/{number}") is not True:
+        return Finding("a tensor without numbers is not returned.", rank)
+    return None
 
 
 def _problem(case: Case, rank: int, number: int, got: Any) -> Finding | None:
