@@ -14,34 +14,52 @@ from torch import nn
 
 from autograder.criteria.bonus_zero import harness
 from autograder.criteria.common import oracle
+from autograder.criteria.common.timed_collectives import TimedCollectives
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # No number of ranks from 2 to 5 divides these groups.
 FIRST: tuple[tuple[int, ...], ...] = ((7, 5), (7,), (), (4, 3, 2))
 SECOND: tuple[tuple[int, ...], ...] = ((9, 6), (1,), (6, 2))
+THIRD: tuple[tuple[int, ...], ...] = ((5, 3), (4,))
+FOURTH: tuple[tuple[int, ...], ...] = ((4, 4), (1,))
 TINY: tuple[tuple[int, ...], ...] = ((1,),)
 LR = 0.05
 
 
 # --- reduce --------------------------------------------------------------------------------------
 
+# At reduce()'s last collective one group is being reduced. The group before it may have its
+# gradients, too, if the code begins one group's collective before it waits for the other's.
+STILL_THERE = 2
+
 
 def draw_reduce(draw: Draw) -> list[Values]:
-    """Three backward passes."""
-    return harness.draw_training(draw, [(FIRST, {}), (SECOND, {})], 3)
+    """Three backward passes; more groups than those that may still have gradients at the end."""
+    return harness.draw_training(draw, [(g, {}) for g in (FIRST, SECOND, THIRD, FOURTH)], 3)
 
 
 def observe_reduce(zero: Any, inputs: Values, context: Context) -> Values:
-    """Shares after one reduce(), after a second reduce(), after zero_grad() and a third, halved."""
+    """Shares after one reduce(), after a second reduce(), after zero_grad() and a third, halved.
+
+    Besides, of how many groups gradients are there when a reduce() begins its last collective.
+    """
     parameters = harness.make_parameters(inputs, context.device)
+    groups = [group["params"] for group in harness.make_groups(inputs, parameters)]
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
     answer: Values = {}
+    there = [0]  # at each collective; 0 if none is seen
+
+    def count() -> None:
+        there.append(sum(not harness.none_left(group) for group in groups))
+
     for step in range(3):
         if step == 2:
             harness.backward(parameters, inputs, 0)  # zero_grad() must drop this batch
             optimizer.zero_grad()
         harness.backward(parameters, inputs, step)
-        optimizer.reduce()
+        with TimedCollectives(count):
+            optimizer.reduce()
+        answer[f"there{step}"] = there[-1]
         answer[f"g{step}"] = harness.numbers_of(optimizer)
         answer[f"none{step}"] = harness.none_left(parameters)
     for gradient in optimizer.gradients():  # in place, as clipping does
@@ -59,7 +77,10 @@ def _mean(case: Case, steps: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def judge_reduce(case: Case) -> list[Finding]:
-    """Requires each number of the mean once, on one rank; a further reduce() adds to the shares."""
+    """Requires each number of the mean once, on one rank; a further reduce() adds to the shares.
+
+    Gradients of a group that is reduced are gone before those of later groups are.
+    """
     findings: list[Finding] = []
     for step, what in enumerate(
         ("reduce()", "a second backward and reduce()", "zero_grad(), a third backward and reduce()")
@@ -75,6 +96,15 @@ def judge_reduce(case: Case) -> list[Finding]:
         for rank, answer in enumerate(case.answers):
             if answer.get(f"none{step}") is not True:
                 findings.append(Finding(f"a p.grad is left after {what}, expected None.", rank))
+            elif not isinstance(n := answer.get(f"there{step}"), int) or n > STILL_THERE:
+                findings.append(
+                    Finding(
+                        f"when reduce() begins its last collective, {n} of "
+                        f"{len(case.inputs[0]['counts'])} groups still have a p.grad: each "
+                        "becomes None as soon as its group is reduced.",
+                        rank,
+                    )
+                )
         if findings:
             return findings
     half = [answer.get("half") for answer in case.answers]
