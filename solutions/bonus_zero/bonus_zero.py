@@ -146,7 +146,7 @@ def show(draw: Callable, columns: int = 1, width: float = 7.5, height: float = 3
 # `unflatten(flat, tensors)`
 #
 # - The way back: copies the numbers of `flat` into `tensors`, in place, and ignores the padding.
-#   `tensors` may be parameters; nothing is recorded for autograd.
+#   `tensors` are as above, and may be parameters; nothing is recorded for autograd.
 #
 # Rank r's part of a flat vector is its r-th of `num_parts` equal pieces. You will need that often.
 #
@@ -343,14 +343,18 @@ check("zero_norm_cost", clip_by_global_norm)
 # - *adds* this rank's part of it to the gradient of its shard, if there is one already;
 # - sets every `p.grad` to `None` as soon as its group is reduced.
 #
-# `gradients()` is the list of the shards' gradients: this rank's part of the mean gradient.
+# `gradients()` is the list of the shards' gradients: this rank's part of the mean gradient. A shard
+# that has none is left out. `step()` uses these very tensors: clipping scales them in place.
 #
 # `step()`:
 #
 # - the wrapped optimiser makes a step;
 # - the updated shards are all-gathered, one group after the other, and written into the parameters,
-#   in place. Every rank sends its own share, and nothing else travels;
-# - at no time does a rank hold a second copy of more than one group's parameters, or gradients.
+#   in place. Every rank sends its own share, and nothing else travels (`dist.all_gather` with a
+#   list, or one broadcast per rank, will do, too).
+#
+# At no time, in `reduce()` or `step()`, does a rank hold a second copy of more than one group's
+# parameters, or gradients. One is allowed: a flat vector beside the tensors that it was made of.
 #
 # `zero_grad()` forgets the shards' gradients, and every `p.grad`.
 #
@@ -620,12 +624,13 @@ check("zero2_memory", ZeRO2)
 # - What this rank writes to its own file: dicts, lists, numbers, text and tensors, so that
 #   `torch.load` can read it without trust. Of the state only this rank's share; no communication.
 # - It is a copy, which later steps do not change.
-# - The model is saved by others. So are learning rates and other options.
+# - The model is saved by others. So are learning rates and other options: `load_shards` leaves them
+#   as they are.
 #
 # `load_shards(optimizer, saved)`
 #
 # - `saved` is the list of what **all** ranks of the old job have saved, in the order of their
-#   ranks. Any number of them; every rank gets the whole list.
+#   ranks. Any number of them; every rank gets the whole list, and nobody needs it afterwards.
 # - `optimizer` is new, made from the same parameters in the same groups, perhaps on another number
 #   of ranks. After this its state is what this rank needs to go on as if nothing had happened.
 # - All of it: also what is not a tensor of the shard's size, such as AdamW's count of steps.
