@@ -1010,7 +1010,7 @@ job.mkdir(exist_ok=True)
 agents = start_nodes([str(TRAIN), str(job), str(STEPS), "0.1"], 2, nnodes="1:2", max_restarts=2)
 
 
-def wait_for(size: int, num_rows: int, limit_s: float = 150.0) -> None:
+def wait_for(size: int, num_rows: int, limit_s: float = 50.0) -> None:
     """Until so many steps have been done by so many ranks, or the first agent has ended."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end and agents[0].poll() is None:
@@ -1264,7 +1264,7 @@ def start_replica(role: int) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.PIPE)
 
 
-def wait_for_steps(condition, limit_s: float = 150.0) -> list:
+def wait_for_steps(condition, limit_s: float = 50.0) -> list:
     """Rows of a group that stays, once they fulfil the condition, or when the time is up."""
     end, log = time.monotonic() + limit_s, groups / f"{(LOST + 1) % 3}.jsonl"
     while True:

@@ -83,7 +83,10 @@ def find_submissions(paths: Sequence[Path], lab: str, *, strict: bool = True) ->
         try:
             here = list(_submissions(path, lab, everything, unclear))
         except OSError as error:
-            raise ValueError(f"{path} cannot be listed: {error.strerror}") from None
+            why = f"{path} cannot be listed: {error.strerror}"
+            if not os.path.lexists(path):  # it may go while it is read
+                why = f"there is no file or folder {path}"
+            raise ValueError(why) from None
         except AmbiguousError as error:
             unclear[path] = str(error)
             continue
@@ -111,8 +114,7 @@ def _submissions(
 ) -> Iterator[Submission]:
     absolute = Path(os.path.abspath(path))
     if not path.is_dir():
-        if not os.path.lexists(path):
-            raise ValueError(f"there is no file or folder {path}")
+        os.lstat(path)
         folder = absolute.parent
         student = folder.parent.name if folder.name == lab else folder.name
         if (other := _other_lab(path, lab)) is not None:

@@ -36,7 +36,7 @@ SLURM = "[slurm]\npoll_s = 1\nsettle_s = 3\nbackoff_s = 2\n"
 OPTIONS = SHORT + SLURM
 WITHIN_S = 600
 STATES = "autograder-states"  # the name of jobs that are no grader's
-HONEST = {"STUDENT_ERROR", "NOT_RUN", "WRONG", "TIMEOUT"}  # what a graded starter ends with
+HONEST = {"STUDENT_ERROR", "NOT_RUN", "WRONG"}  # what a starter that was graded ends with
 
 
 @pytest.fixture(scope="module")

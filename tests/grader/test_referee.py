@@ -135,7 +135,7 @@ def test_practice_does_not_wait_for_a_rank_that_left(referee):
     verdict = answer(ranks[0], *honest(0, np.zeros(5)))
     assert verdict.fields["status"] == "TIMEOUT"
     assert verdict.fields["message"] == "ranks 1, 2: no answer before the deadline"
-    assert time.monotonic() - started < 20  # the deadline is 25 s
+    assert time.monotonic() - started < 5  # the deadline is 25 s
 
 
 def test_only_the_open_check_can_be_asked_for_and_only_once(referee):

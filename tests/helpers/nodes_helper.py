@@ -127,7 +127,7 @@ class Wire:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def wait_until_lost(kernel: Kernel, deadline_s: float = 60) -> float:
+def wait_until_lost(kernel: Kernel, deadline_s: float = 20) -> float:
     """Seconds until the kernel knows that its ranks are no more."""
     start = time.monotonic()
     while kernel.request(action="status")["state"] != "lost":

@@ -155,9 +155,9 @@ def test_a_lost_rank_is_named_at_once(fresh: Kernel, code: str, how: str) -> Non
     assert result.reply["ename"] == "RankLost"
     assert result.rank(1) == {"rank": 1, "status": "lost", "text": f"ended with {how}"}
     assert f"rank 1 ended with {how}" in result.reply["evalue"]
-    assert result.seconds < 60  # 2 s is the promise; a loaded machine may take longer
+    assert result.seconds < 10  # 2 s is the promise; a loaded machine may take longer
     later = fresh.run("1")
-    assert later.seconds < 60
+    assert later.seconds < 5
     assert f"rank 1 ended with {how}" in later.reply["evalue"]
 
 
@@ -179,7 +179,7 @@ def test_a_lost_rank_is_named_when_the_launcher_is_slow(fresh: Kernel, silent_s:
     result = fresh.run(f"if rank == 1:\n    {code}\ntime.sleep(60)")
     assert result.rank(1) == {"rank": 1, "status": "lost", "text": "ended with exit code 0"}
     timer.join()
-    assert result.seconds < 60
+    assert result.seconds < 20
 
 
 def test_a_rank_that_dies_between_cells(fresh: Kernel, tmp_path: Path) -> None:

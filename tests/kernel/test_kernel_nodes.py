@@ -149,7 +149,7 @@ def test_an_interrupt_frees_a_collective(fresh: Kernel) -> None:
             "if rank != 3: dist.all_reduce(torch.ones(4))\nelse: time.sleep(1000)",
             stop=says_now,
         )
-        assert result.seconds < 60
+        assert result.seconds < 20
         assert result.kind == "error", result.reply
         fresh.ok("if not dist.is_initialized(): dist.init_process_group('gloo')")
         text = fresh.ok(f"{ALL_REDUCE}\nprint(kept)").text()
@@ -169,7 +169,7 @@ def test_a_lost_rank_is_told_with_its_node(fresh: Kernel) -> None:
     assert result.kind == "rank_lost"
     text = f"ended with signal 9 (SIGKILL) on node 1 ({socket.gethostname()})"
     assert result.rank(2) == {"rank": 2, "status": "lost", "text": text}
-    assert result.seconds < 60
+    assert result.seconds < 10
     result = fresh.run(f"%restart_ranks\n{SETUP}\nif rank == 1: os._exit(5)\ntime.sleep(60)")
     assert "rank 1 ended with exit code 5 on node 0" in result.reply["evalue"]
 
@@ -184,7 +184,7 @@ def test_a_lost_node_is_told(fresh: Kernel, pair: Pair, who: str) -> None:
     else:
         pair.agent.send_signal(signal.SIGKILL if who == "agent" else signal.SIGTERM)
         words = "node 1"
-    wait_until_lost(fresh)
+    assert wait_until_lost(fresh) < 10
     assert words in fresh.run("1").reply["evalue"]
     assert wait_gone(below) == []
     if who != "launcher":
@@ -247,7 +247,7 @@ def test_what_travels_is_encrypted_and_a_cut_wire_ends_the_ranks() -> None:
             assert word not in wire.seen
         assert len(wire.seen) > 2000
         wire.cut()
-        wait_until_lost(pair.kernel)
+        assert wait_until_lost(pair.kernel) < 10
         assert "node 1" in pair.kernel.run("1").reply["evalue"]
         assert pair.agent.wait(60) == 1
         assert wait_gone(below) == []

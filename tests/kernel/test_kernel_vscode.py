@@ -156,7 +156,7 @@ def test_the_stop_button_sends_a_message_on_the_shell_channel(editor: Editor) ->
     while not {asked, waiting} <= set(replies):
         message = client.get_shell_msg(timeout=30)
         replies[message["parent_header"]["msg_id"]] = message
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 10
     assert replies[asked]["msg_type"] == "interrupt_reply"
     assert replies[asked]["content"]["status"] == "ok"
     assert replies[waiting]["content"]["ename"] == "KeyboardInterrupt"

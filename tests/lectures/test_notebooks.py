@@ -40,7 +40,7 @@ def run(path: Path, tmp_path: Path, monkeypatch) -> tuple[nbformat.NotebookNode,
         cwd=str(tmp_path),
         progress_bar=False,
         start_timeout=120,
-        execution_timeout=300,
+        execution_timeout=int(CELL_LIMIT_S),
     )
     seconds = min(time.monotonic() - began, processor_s() - used)
     return notebook, claims.load(log) if log.exists() else [], seconds

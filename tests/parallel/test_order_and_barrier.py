@@ -91,7 +91,7 @@ def barriers() -> str:
         begin = time.monotonic()
         with pytest.raises(DeadlineError) as caught:
             monitored_barrier(timeout_s=8)
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 22
         store.set(f"gave up/{rank}", "")
         return str(caught.value)
     store.wait(["gave up/0", "gave up/2"], timedelta(seconds=60))

@@ -76,7 +76,7 @@ def test_an_exception_names_its_rank_and_ends_the_others():
     begin = time.monotonic()
     with pytest.raises(LaunchError, match="on purpose") as caught:
         run(fail_on_rank_1, 3)
-    assert time.monotonic() - begin < 200
+    assert time.monotonic() - begin < 50
     assert caught.value.rank == 1
     text = str(caught.value)
     assert text.startswith("[rank 1]")
