@@ -706,3 +706,33 @@ def test_teaching_charges_every_operation():
     num_bytes = 4 * (8 * 64 + 64 * 64 + 64 + 8 * 64)
     expected_s = device.roofline_seconds(2 * 8 * 64 * 64, num_bytes)
     assert addmm.end_s - addmm.start_s == pytest.approx(expected_s)
+
+
+# ------------------------------------------------------------------ races
+
+
+def write_in_flight(what, beside):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(20.0).reshape(2, 10)
+    sent, other = whole
+    if what == "isend":
+        got = torch.empty(10)
+        work = dist.isend(sent, (rank + 1) % n)
+        dist.recv(got, (rank - 1) % n)
+    elif what == "all_gather":
+        work = dist.all_gather_into_tensor(torch.empty(10 * n), sent, async_op=True)
+    else:
+        work = dist.all_reduce(sent, async_op=True)
+    (other if beside else sent[3:5]).add_(1)
+    work.wait()
+    work.wait()
+    if what == "all_reduce":
+        close(sent, torch.arange(10.0) * n)
+    return whole.tolist()
+
+
+@pytest.mark.parametrize("what", ["isend", "all_gather", "all_reduce"])
+def test_what_is_under_way_must_not_be_written_to(what):
+    with pytest.raises(LaunchError, match=r"float32\[10\]\) was under way when the tensor"):
+        run_traced(write_in_flight, 2, what, False)
+    run_traced(write_in_flight, 3, what, True)

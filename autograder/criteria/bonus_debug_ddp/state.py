@@ -167,6 +167,11 @@ def _shared_folder(context: Context) -> Path:
     return Path(folder[0])
 
 
+def _model(inputs: Values) -> nn.Module:
+    """In float64; BatchNorm has buffers, which no optimizer knows of."""
+    return nn.Sequential(nn.BatchNorm1d(SIZES[0]).double(), oracle.mlp(inputs, torch.float64))
+
+
 def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "adam":
         return torch.optim.Adam(model.parameters(), lr=0.05)
@@ -221,7 +226,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     save_checkpoint, load_checkpoint = subject
     folder = _shared_folder(context)
     before, end = inputs["before"], inputs["before"] + inputs["after"]
-    model = oracle.mlp(inputs, torch.float64).to(context.device)
+    model = _model(inputs).to(context.device)
     optimizer = _optimizer(inputs["use"], model)
     for step in inputs["saved"][:-1]:
         save_checkpoint(folder, model, optimizer, step)
@@ -232,22 +237,22 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
         save_checkpoint(folder, model, optimizer, inputs["saved"][-1])
     files = _files_in(folder)
 
-    model = oracle.mlp(inputs, torch.float64).to(context.device)
+    model = _model(inputs).to(context.device)
     optimizer = _optimizer(inputs["use"], model)
     step = integer(load_checkpoint(folder, model, optimizer), "load_checkpoint")
     _train(model, optimizer, inputs, range(before, end), context.device)
     dist.barrier()
     late = [name for name, file in _files_in(folder).items() if files.get(name) != file]
     answer: Values = {"step": step, "late": sorted(late)}
-    for i, p in enumerate(model.parameters()):
-        answer[f"p{i}"] = p.detach().cpu().numpy().copy()
+    for name, value in model.state_dict().items():
+        answer[name] = value.cpu().double().numpy().copy()
     return answer
 
 
 def judge_resume(case: Case) -> Iterator[Finding]:
-    """The weights are those of a run that was never interrupted, and no file comes late."""
+    """The model is that of a run that was never interrupted, and no file comes late."""
     inputs = case.inputs[0]
-    model = oracle.mlp(inputs, torch.float64)
+    model = _model(inputs)
     before, optimizer = inputs["before"], _optimizer(inputs["use"], model)
     _train(model, optimizer, inputs, range(before), "cpu")
     _lower_lr(optimizer)
@@ -268,16 +273,16 @@ def judge_resume(case: Case) -> Iterator[Finding]:
                 rank,
             )
             continue
-        for i, p in enumerate(model.parameters()):
-            what = f"parameter {i}, {inputs['after']} steps after the restart ({inputs['use']})"
+        for name, value in model.state_dict().items():
+            what = f"{name}, {inputs['after']} steps after the restart ({inputs['use']})"
+            hint = "An uninterrupted run ends elsewhere. "
+            if "running" in name or "num_batches" in name:
+                hint += "It is a buffer of BatchNorm: evaluation needs it."
+            else:
+                hint += "An optimizer with a memory that is empty, or with its first learning "
+                hint += "rate, takes other steps."
             if wrong := oracle.differs(
-                rank,
-                what,
-                answer.get(f"p{i}"),
-                p.detach().numpy(),
-                dtype="float64",
-                hint="An uninterrupted run ends elsewhere. An optimizer with a memory that is "
-                "empty, or with its first learning rate, takes other steps.",
+                rank, what, answer.get(name), value.double().numpy(), dtype="float64", hint=hint
             ):
                 yield wrong
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import item_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-STEPS, LR = 4, 0.3
+STEPS, LR = 4, 1e-3
 
 
 def draw_train(draw: Draw) -> list[Values]:
@@ -32,36 +32,15 @@ def draw_train(draw: Draw) -> list[Values]:
     return inputs
 
 
-class _Optimizer(torch.optim.SGD):
-    """SGD whose first step has length LR, whatever factor the gradients have: see `pipe_scale`.
-
-    From then on the learning rate stays as it is. Weights and biases are a group each.
-    """
-
-    def __init__(self, stage: nn.Module) -> None:
-        super().__init__([{"params": [p]} for p in stage.parameters()], lr=LR)
-        self.stage, self.is_first = stage, True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, after a call of `closure` if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.is_first:
-            grads = [p.grad for p in self.stage.parameters() if p.grad is not None]
-            norm = nn.utils.get_total_norm(grads).clamp(min=1e-30).item()
-            for group in self.param_groups:
-                group["lr"] = LR / norm
-            self.is_first = False
-        super().step()
-        return loss
+def _optimizer(stage: nn.Module) -> torch.optim.SGD:
+    """SGD; weights and biases are a group each."""
+    return torch.optim.SGD([{"params": [p]} for p in stage.parameters()], lr=LR)
 
 
 def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
     """The parameters after a few steps, and the loss that each step returns."""
     stage = parts.make_stage(inputs, context)
-    optimizer = _Optimizer(stage)
+    optimizer = _optimizer(stage)
     parts.set_old_gradients(stage, inputs)
     losses: list[float | str] = []
     for number in range(STEPS):
@@ -75,7 +54,7 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
 def judge_train(case: Case) -> Iterator[Finding]:
     """The parameters are those of one process that takes the same steps; so are the losses."""
     stages = parts.stages_of(case)
-    optimizers = [_Optimizer(stage) for stage in stages]
+    optimizers = [_optimizer(stage) for stage in stages]
     losses: list[float] = []
     for number in range(STEPS):
         stages.zero_grad()

@@ -28,7 +28,7 @@ from minidist.emulate.tensors import (
     write,
     write_parts,
 )
-from minidist.emulate.work import EmulatedWork, ManyWorks
+from minidist.emulate.work import EmulatedWork, InFlight, ManyWorks
 
 
 class EmulatedGroup(NamedGroup):
@@ -260,13 +260,15 @@ class EmulatedGroup(NamedGroup):
             header["root"] = root
         if send is not None and recv is not None:
             header |= {"send": list(send), "recv": list(recv)}
+        payload = [like] if payload is None else payload
         with _disable_current_modes():
-            data = to_bytes([like] if payload is None else payload, like.dtype)
+            data = to_bytes(payload, like.dtype)
+        sent = InFlight(f"{kind}({like.dtype}{list(like.shape)})", payload, data)
         with self._order:
             key = f"{self._wire_name}/{self._number}"
             self._client.post(header | {"k": self._number}, data)
             self._number += 1
-        return EmulatedWork(self._client, key, outputs, store)
+        return EmulatedWork(self._client, key, outputs, store, sent=sent)
 
     def _message(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> EmulatedWork:
         header: dict[str, Any] = {"t": "issue", **describe(kind, tensor, "")}
@@ -280,11 +282,13 @@ class EmulatedGroup(NamedGroup):
             with _disable_current_modes():
                 data = to_bytes([tensor], tensor.dtype) if sends else None
             self._client.post(header, data)
+        what = f"{kind}({tensor.dtype}{list(tensor.shape)})"
         return EmulatedWork(
             self._client,
             f"{self._wire_name}/{path}/{tag}/{number}",
             [tensor],
             None if sends else (lambda raw: write(tensor, raw)),
+            sent=InFlight(what, [tensor], data) if sends else None,
             eager=sends,
             source=-1 if sends else peer,
         )

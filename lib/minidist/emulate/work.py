@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,47 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minidist.emulate.client import Client
+from minidist.emulate.client import Client, CollectiveError
+from minidist.emulate.tensors import Tensors, to_bytes
 
-Tensors = Sequence[torch.Tensor]
+
+class InFlight:
+    """Tells whether what a collective sends was written to before its `wait`.
+
+    The broker has a copy, so its result is right. A real network reads the tensors meanwhile.
+    """
+
+    def __init__(self, what: str, tensors: Tensors, data: memoryview | None) -> None:
+        self._what = what
+        self._tensors = list(tensors)
+        self._versions = self._count_writes()
+        self._sum = _sum_of(data)
+
+    def _count_writes(self) -> list[int]:
+        return [t._version for t in self._tensors if not t.is_inference()]
+
+    def check(self, rank: int) -> None:
+        """Raises CollectiveError if a tensor has other numbers now."""
+        if self._count_writes() == self._versions:
+            return
+        with torch.no_grad(), _disable_current_modes():
+            data = to_bytes(self._tensors, self._tensors[0].dtype)
+        # Views of one tensor count their writes together, so a write may have been beside it.
+        if _sum_of(data) != self._sum:
+            raise CollectiveError(
+                f"{self._what} was under way when the tensor that it sends was written to: call "
+                "wait() before, or use another tensor. A real network may send old or new numbers.",
+                rank=rank,
+            )
+
+
+def _sum_of(data: memoryview | None) -> int:
+    """A checksum that costs far less than sending."""
+    if data is None:
+        return 0
+    numbers = np.frombuffer(data, np.uint8)
+    whole = numbers.size // 8 * 8
+    return int(numbers[:whole].view(np.uint64).sum()) ^ hash(numbers[whole:].tobytes())
 
 
 class EmulatedWork(dist._Work):
@@ -26,6 +64,7 @@ class EmulatedWork(dist._Work):
         outputs: Tensors,
         store: Callable[[np.ndarray], None] | None,
         *,
+        sent: InFlight | None = None,
         eager: bool = False,
         source: int = -1,
     ) -> None:
@@ -34,6 +73,7 @@ class EmulatedWork(dist._Work):
         self._key = key
         self._outputs = list(outputs)
         self._store = store
+        self._sent = sent
         self._fetched = eager  # an eager send needs no answer
         self._waited = False
         self._source = source
@@ -44,6 +84,7 @@ class EmulatedWork(dist._Work):
             if not self._fetched:
                 self._fetch(moves_clock=True)
             elif not self._waited:
+                self._check_sent()
                 self._report_wait()
         return True
 
@@ -92,11 +133,17 @@ class EmulatedWork(dist._Work):
         _, payload = self._client.call(header)
         self._fetched = True
         self._waited = moves_clock
+        self._check_sent()
         if self._store is not None:
             # These copies are not compute of the rank: a roofline must not see them.
             with torch.no_grad(), _disable_current_modes():
                 self._store(payload)
             self._store = None
+
+    def _check_sent(self) -> None:
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.check(self._client.rank)
 
     def _report_wait(self) -> None:
         with self._lock:
