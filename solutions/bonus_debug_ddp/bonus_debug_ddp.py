@@ -860,7 +860,7 @@ def broken_load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 # - After `load_checkpoint`, with a new model and a new optimizer of the same kind, the run goes on
 #   as if it had never stopped: the same weights, the same optimizer, and on *each* rank the
 #   same random numbers of torch's default CPU generator.
-# - `load_checkpoint` returns the step that was saved last.
+# - `load_checkpoint` returns the step that was saved last, which need not be the largest.
 # - When `save_checkpoint` returns, on whatever rank, all files are there.
 #
 # <details><summary>Hint 1: what has a memory?</summary>
@@ -1108,8 +1108,8 @@ def broken_build(make_model: Callable[[], nn.Module], seed: int, rank: int) -> n
 # - `make_model()` draws initial weights from torch's default generator. They are the same on
 #   every rank, and depend on `seed` alone.
 # - After the call the default generator gives other numbers on each rank, for dropout. They depend
-#   on `seed` and `rank` alone: a second run gets the same ones. A rank may draw again the numbers
-#   that the weights came from.
+#   on both `seed` and `rank`, and on nothing else: a second run gets the same ones. A rank may draw
+#   again the numbers that the weights came from.
 #
 # <details><summary>Hint</summary>
 #
