@@ -105,17 +105,6 @@ class Accuracy(WeightedMean):
         self.count = self.count + counts.sum().double()
 
 
-class Perplexity(WeightedMean):
-    """exp of the mean loss per token. A mean of perplexities is larger, because exp is convex."""
-
-    def finish(self, total: float, count: float) -> float:
-        mean = super().finish(total, count)
-        try:
-            return math.exp(mean)
-        except OverflowError:
-            return math.inf
-
-
 def reduce_metrics(
     metrics: Mapping[str, WeightedMean], group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:

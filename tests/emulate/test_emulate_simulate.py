@@ -300,11 +300,11 @@ def test_ready_made_clusters():
     assert clusters.laptop(3).num_devices == 3
     assert clusters.pcie_a100(2).num_devices == 2
     assert clusters.dgx_h100().num_devices == 8
-    four = clusters.four_nodes_100gbit()
-    assert four.link_between((0, 1)).bandwidth_bytes_per_s == 32e9
-    assert four.link_between((0, 2)).bandwidth_bytes_per_s == 12.5e9
+    two = clusters.dgx_h100(nodes=2)
+    assert two.link_between((0, 7)).bandwidth_bytes_per_s == 450e9
+    assert two.link_between((0, 8)).bandwidth_bytes_per_s == 8 * 50e9
     with pytest.raises(AttributeError):
-        four.nodes = 5  # type: ignore[misc]
+        two.nodes = 5  # type: ignore[misc]
 
 
 def test_importing_the_simulator_does_not_import_torch():

@@ -16,7 +16,6 @@ from minidist.parallel.pipeline import (
     Kind,
     Schedule,
     StageTimes,
-    check_program,
     check_schedule,
     draw,
     forward_only,
@@ -32,6 +31,7 @@ from minidist.parallel.pipeline import (
     zb_h1,
 )
 from minidist.parallel.pipeline.program import Exchange, num_messages
+from tests.helpers.pipeline_programs import check_program
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 ONE_CHUNK = (naive, gpipe, one_f_one_b, zb_h1, pipedream)

@@ -520,7 +520,7 @@ def check_gpt(cases):
 
         # Forward and gradients.
         expected = full(tokens)
-        assert_close(model.gather_logits(model(tokens)), expected)
+        assert_close(model.head.gather(model(tokens)), expected)
         loss = lm_loss(expected, targets)
         loss.backward()
         own_loss = model.loss(tokens, targets)
@@ -633,7 +633,7 @@ def check_load(state, tied):
         load_full_state_dict(model, state)
         assert_close(full_state_dict(model), state, rtol=0, atol=0)
         assert (model.head.weight is model.token_embedding.weight) == tied
-        logits.append(model.gather_logits(model(tokens)).detach())
+        logits.append(model.head.gather(model(tokens)).detach())
     assert_close(logits[0], logits[1])
     with pytest.raises(ValueError, match=r"norm.weight: expected shape \(24,\), got \(7,\)"):
         load_full_state_dict(model, state | {"norm.weight": torch.zeros(7)})
@@ -663,7 +663,7 @@ def check_dropout():
     torch.manual_seed(7)
     expected = full(tokens)
     torch.manual_seed(7)
-    assert_close(model.gather_logits(model(tokens)), expected)
+    assert_close(model.head.gather(model(tokens)), expected)
 
     # Split activations: each rank draws its own mask; the common stream moves on alike.
     torch.manual_seed(11)
@@ -686,7 +686,7 @@ def check_dropout():
     split.loss(*batch(config)).backward()
     split.eval()
     full.eval()
-    assert_close(split.gather_logits(split(tokens)), full(tokens))
+    assert_close(split.head.gather(split(tokens)), full(tokens))
     return masks[0], dropped
 
 

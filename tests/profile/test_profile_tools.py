@@ -6,8 +6,10 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +32,6 @@ from minidist.profile import (
     explain,
     find_dangers,
     find_stragglers,
-    native_peak_bytes,
     overhead_rows,
     parse_topo,
     scaling_rows,
@@ -80,6 +81,24 @@ def test_memory_by_category_is_what_one_can_count_by_hand():
     assert all(row.total >= NUM_BYTES for row in tracker.rows)
     assert any(row.after.startswith("aten.mm") for row in tracker.rows)
     assert tracker.rows[0].allocated_bytes is None or torch.cuda.is_available()
+
+
+def native_peak_bytes(
+    step: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
+    """Peak bytes of one call of `step` by category and in "Total", by torch's own MemTracker."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step()
+    sums: dict[str, int] = {}
+    for snapshot in tracker.get_tracker_snapshot("peak").values():
+        for name, num_bytes in snapshot.items():
+            key = getattr(name, "value", str(name))
+            sums[key] = sums.get(key, 0) + num_bytes
+    return sums
 
 
 def test_memory_agrees_with_torch_where_both_count():

@@ -13,7 +13,6 @@ from minidist.errors import MismatchError
 from minidist.launch import run
 from minidist.metrics import (
     Accuracy,
-    Perplexity,
     WeightedMean,
     gather_predictions,
     gather_variable,
@@ -36,16 +35,15 @@ def data():
 
 
 def evaluate(logits, targets, batches):
-    loss, perplexity = WeightedMean(), Perplexity()
+    loss = WeightedMean()
     top1, top3 = Accuracy(), Accuracy(k=3)
     for rows in batches:
         tokens = (targets[rows] != -100).sum()
         mean = F.cross_entropy(logits[rows].flatten(0, 1), targets[rows].flatten())
         loss.update(mean, tokens)  # nan where there are no tokens
-        perplexity.update(mean.item(), int(tokens))
         top1.update(logits[rows], targets[rows])
         top3.update(logits[rows], targets[rows])
-    return {"loss": loss, "perplexity": perplexity, "top1": top1, "top3": top3}
+    return {"loss": loss, "top1": top1, "top3": top3}
 
 
 CASES = ("uneven", "empty")
@@ -112,7 +110,6 @@ def test_metrics_equal_those_of_one_process(world_size):
     best = logits.argsort(-1, descending=True)
     expected = {
         "loss": loss,
-        "perplexity": math.exp(loss),
         "top1": (best[..., 0] == targets)[mask].double().mean().item(),
         "top3": (best[..., :3] == targets[..., None]).any(-1)[mask].double().mean().item(),
     }
@@ -141,12 +138,6 @@ def test_a_mean_of_means_would_be_wrong():
     metric.update(1.0, 3)
     metric.update(2.0, 1)
     assert metric.compute() == 1.25
-    perplexity = Perplexity()
-    perplexity.update(1.0, 3)
-    perplexity.update(2.0, 1)
-    assert perplexity.compute() == pytest.approx(math.exp(1.25))
-    perplexity.update(1e6, 1e6)
-    assert perplexity.compute() == math.inf
 
 
 def test_a_padded_tail_is_counted_once_in_gathered_predictions():

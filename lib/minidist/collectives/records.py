@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +88,6 @@ class MergedLog:
             arrived = {rank: found[rank].issued_s for rank in here}
             self.meetings.append(Meeting(found[here[0]], arrived))
         self.meetings.sort(key=lambda meeting: min(meeting.arrived_s.values()))
-
-    def last_counts(self) -> dict[int, int]:
-        """Global rank -> in how many collectives this rank came last."""
-        return dict(Counter(meeting.last_rank for meeting in self.meetings))
 
     def waited_s(self) -> dict[int, float]:
         """Global rank -> seconds that this rank waited for other ranks, over all collectives."""

@@ -112,16 +112,3 @@ def dgx_h100(nodes: int = 1) -> Cluster:
         peak_flops_per_s=989e12,
         memory_bandwidth_bytes_per_s=3.35e12,
     )
-
-
-def four_nodes_100gbit() -> Cluster:
-    """Four nodes of two A100 on PCIe, joined by 100 Gbit/s Ethernet."""
-    return Cluster(
-        name="4 nodes, 100 Gbit/s",
-        nodes=4,
-        devices_per_node=2,
-        intra_node=Link(bandwidth_bytes_per_s=32e9, latency_s=5.7e-6),
-        inter_node=_NETWORK_100_GBIT,
-        peak_flops_per_s=312e12,
-        memory_bandwidth_bytes_per_s=2.0e12,
-    )

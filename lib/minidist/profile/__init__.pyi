@@ -13,11 +13,10 @@ from .interconnect import (
     fit_collective,
     measure_collectives,
     measure_pairs,
-    pair_table,
 )
 from .loader import LoaderReport, WatchedLoader
 from .loader_settings import LoaderSettings, SettingsRow, compare_settings, cores_per_rank, suggest
-from .memory import MemoryRow, MemoryTracker, native_peak_bytes
+from .memory import MemoryRow, MemoryTracker
 from .monitor import Monitor
 from .nccl import explain, find_dangers
 from .nccl_settings import SETTINGS, Setting
@@ -87,9 +86,7 @@ __all__ = [
     "measure_pairs",
     "measure_scaling",
     "merge_timelines",
-    "native_peak_bytes",
     "overhead_rows",
-    "pair_table",
     "parse_topo",
     "read_dumps",
     "read_trace",

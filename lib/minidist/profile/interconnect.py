@@ -12,7 +12,8 @@ collective runs at several sizes; a straight line through the times gives latenc
 Example, on all ranks::
 
     pairs = measure_pairs()                         # a row per ordered pair
-    print(pair_table(pairs, "bandwidth_bytes_per_s", unit=1e9))
+    for pair in pairs:
+        print(pair.source, pair.target, pair.bandwidth_bytes_per_s / 1e9)
     for row in measure_collectives(("all_reduce", "all_gather")):
         print(row.kind, row.num_bytes, row.bus_bytes_per_s / 1e9)
 
@@ -253,27 +254,6 @@ def _collective(
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
     }
     return calls[kind], whole.numel() * whole.element_size()
-
-
-def pair_table(rows: Sequence[PairRow], attribute: str, *, unit: float = 1.0) -> str:
-    """A matrix of one attribute: a row per source, a column per target.
-
-    >>> rows = [pair_row(a, b, (4, 8, 12), (1, 2, 3)) for a, b in ((0, 1), (1, 0))]
-    >>> print(pair_table(rows, "bandwidth_bytes_per_s"))
-    from\\to         0         1
-          0         -     4.000
-          1     4.000         -
-    """
-    ranks = sorted({row.source for row in rows} | {row.target for row in rows})
-    values = {(row.source, row.target): getattr(row, attribute) / unit for row in rows}
-    lines = ["from\\to" + "".join(f"{rank:>10}" for rank in ranks)]
-    for source in ranks:
-        cells = [
-            f"{values[source, target]:>10.3f}" if (source, target) in values else f"{'-':>10}"
-            for target in ranks
-        ]
-        lines.append(f"{source:>7}" + "".join(cells))
-    return "\n".join(lines)
 
 
 def _check(num_bytes: Sequence[int], rounds: int) -> None:

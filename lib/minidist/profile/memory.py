@@ -29,7 +29,7 @@ becomes an activation when an operation saves it.
 The tracker counts the bytes of living storages, each storage once, on any device. It does not count
 memory inside an operation (workspaces) and memory that an allocator keeps. On a GPU, the rows also
 have `torch.cuda.memory_allocated` and `memory_reserved`. torch-native, by module:
-`torch.distributed._tools.mem_tracker.MemTracker`; `native_peak_bytes` runs it.
+`torch.distributed._tools.mem_tracker.MemTracker`.
 """
 
 from __future__ import annotations
@@ -280,26 +280,3 @@ def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
         yield tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
         return
-
-
-def native_peak_bytes(
-    step: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, int]:
-    """Peak memory of one call of `step`, measured with torch's own MemTracker.
-
-    Returns:
-        Its categories ("Parameter", "Gradient", "Activation", "Optstate", "Temp", "Buffer", …) and
-        "Total", in bytes, summed over devices.
-    """
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker = MemTracker()
-    tracker.track_external(model, *(() if optimizer is None else (optimizer,)))
-    with tracker:
-        step()
-    sums: dict[str, int] = {}
-    for snapshot in tracker.get_tracker_snapshot("peak").values():
-        for name, num_bytes in snapshot.items():
-            key = getattr(name, "value", str(name))
-            sums[key] = sums.get(key, 0) + num_bytes
-    return sums

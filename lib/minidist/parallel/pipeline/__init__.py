@@ -25,7 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from minidist.parallel.pipeline.check import check_schedule
-from minidist.parallel.pipeline.program import check_program, make_program
+from minidist.parallel.pipeline.program import make_program
 from minidist.parallel.pipeline.schedule import (
     Action,
     Kind,
@@ -70,7 +70,6 @@ __all__ = [
     "TensorSpec",
     "Timeline",
     "balance",
-    "check_program",
     "check_schedule",
     "draw",
     "forward_only",

@@ -172,10 +172,6 @@ class ParallelGPT(nn.Module):
             vocab_size=self.config.vocab_size,
         )
 
-    def gather_logits(self, logits_BTV: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, (B, T, V), from the result of `forward`."""
-        return self.head.gather(logits_BTV)
-
     def _check_same_inputs(self, tokens_BT: Tensor) -> None:
         flat = tokens_BT.flatten()
         weights = torch.arange(1, len(flat) + 1, device=flat.device)
