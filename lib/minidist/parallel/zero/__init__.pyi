@@ -1,4 +1,3 @@
-from .clip import clip_by_global_norm
 from .memory import Bytes, count_bytes, formula_bytes, memory_limit
 from .stage1 import ShardedOptimizer
 from .stage2 import Zero2Optimizer
@@ -12,7 +11,6 @@ __all__ = [
     "WholeOptimizer",
     "Zero2Optimizer",
     "Zero3",
-    "clip_by_global_norm",
     "count_bytes",
     "formula_bytes",
     "memory_limit",

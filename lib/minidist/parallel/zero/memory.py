@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from minidist.cost.memory import StateBytes
+
 
 @dataclass(frozen=True)
 class Bytes:
@@ -52,13 +54,13 @@ def formula_bytes(
             mixed-precision Adam: bf16 parameters and gradients; an fp32 master copy and two fp32
             momenta. With everything in fp32 they are 4, 4, 8.
     """
-    if stage not in (0, 1, 2, 3) or world_size < 1:
-        raise ValueError(f"formula_bytes: stage {stage} of {world_size} ranks; stages are 0 to 3")
-
-    def per_rank(per_param: float, sharded_from: int) -> float:
-        return num_params * per_param / (world_size if stage >= sharded_from else 1)
-
-    return Bytes(per_rank(param_bytes, 3), per_rank(grad_bytes, 2), per_rank(state_bytes, 1))
+    whole = StateBytes(
+        parameter=num_params * param_bytes,
+        gradient=num_params * grad_bytes,
+        optimizer=num_params * state_bytes,
+    )
+    own = whole.per_rank(zero_stage=stage, num_ranks=world_size)
+    return Bytes(own.parameter, own.gradient, own.optimizer)
 
 
 def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bytes:

@@ -44,6 +44,7 @@ from minidist.parallel.zero.state import (
     Cut,
     cut_optimizer_state,
     gather_parts,
+    hyperparameters,
     merge_optimizer_parts,
     pack_optimizer_state,
 )
@@ -89,6 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         MismatchError: on every rank, if ranks hold parameters of different form.
         TypeError: the optimiser is copied or pickled.
     """
+
+    # In which gradients travel; None means that of the parameters.
+    reduce_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -178,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Some optimisers make state, or refuse parameters, when they get them.
         problem = None
         try:
-            own = self._make_inner([{**_hyperparameters(added), "params": owned}])
+            own = self._make_inner([{**hyperparameters(added), "params": owned}])
             self.inner.param_groups += own.param_groups
             self.inner.state.update(own.state)
         except Exception as error:
@@ -204,7 +208,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owned = pieces
         if self._needs_master(first):
             owned = [piece.detach().to(self.master_dtype) for piece in pieces]
-        wire = GradientBucket(layout, self.group, first.device, first.dtype, first.dtype)
+        wire_dtype = self.reduce_dtype or first.dtype
+        wire = GradientBucket(layout, self.group, first.device, wire_dtype, first.dtype)
         return ShardedBucket(params, layout, pieces, owned, wire)
 
     def _piece_of(self, param: Tensor, piece: Piece) -> Tensor:
@@ -390,7 +395,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
         for old, new in zip(source, target, strict=True):
-            new.update(_hyperparameters(old))
+            new.update(hyperparameters(old))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, owned or not."""
@@ -460,7 +465,3 @@ def device_of(params: list[Any]) -> torch.device:
         first = listed if isinstance(listed, Tensor) else next(iter(listed), None)
     first = first[1] if isinstance(first, tuple) else first  # named parameters
     return first.device if isinstance(first, Tensor) else torch.device("cpu")
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -41,7 +41,6 @@ from minidist.collectives.replicas import raise_on_all
 from minidist.errors import named_rank
 from minidist.parallel.zero.buckets import ShardedBucket, elements_of
 from minidist.parallel.zero.elementwise import refuse_whole, why_not_elementwise
-from minidist.parallel.zero.exchange import GradientBucket
 from minidist.parallel.zero.partition import Layout, Piece, by_element
 from minidist.parallel.zero.stage1 import ShardedOptimizer, device_of
 from minidist.unsupported import Unsupported
@@ -129,9 +128,6 @@ class Zero2Optimizer(ShardedOptimizer):
 
     def _make_bucket(self, params: list[Tensor], layout: Layout) -> ShardedBucket:
         bucket = super()._make_bucket(params, layout)
-        first = params[0]
-        wire_dtype = self.reduce_dtype or first.dtype
-        bucket.gradients = GradientBucket(layout, self.group, first.device, wire_dtype, first.dtype)
         number = len(self.buckets)
         for index, param in enumerate(params):
             # torch accepts hooks only on tensors that require a gradient. A frozen parameter may

@@ -46,7 +46,6 @@ from minidist.collectives.replicas import check_same_tensors, raise_on_all
 from minidist.errors import named_rank
 from minidist.outputs import tensors_in
 from minidist.parallel.zero.checkpoint import StateDicts
-from minidist.parallel.zero.clip import clip_by_global_norm
 from minidist.parallel.zero.elementwise import check_step_of_pieces
 from minidist.parallel.zero.exchange import group_or_world
 from minidist.parallel.zero.finite import raise_if_not_finite
@@ -60,7 +59,7 @@ from minidist.parallel.zero.unit import (
     share_random_state,
     take_values_of_rank0,
 )
-from minidist.precision.clip import refuse_pieces
+from minidist.precision.clip import clip_by_global_norm, refuse_pieces
 from minidist.unsupported import Unsupported
 
 COPIES = Unsupported(

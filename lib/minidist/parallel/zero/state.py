@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_NOT_HYPERPARAMETERS = ("params", "param_names")
-
 
 class Cut(NamedTuple):
     """Elements [begin, end) of parameter `number` (counted over all groups)."""
@@ -96,6 +94,11 @@ def gather_parts(
     return merge(parts) if is_first else {}
 
 
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 # -- optimisers ------------------------------------------------------------------------------------
 
 
@@ -109,8 +112,7 @@ def pack_optimizer_state(
     for group in param_groups:
         numbers = list(range(number, number + len(group["params"])))
         number += len(numbers)
-        hyper = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-        groups.append({**hyper, "params": numbers})
+        groups.append({**hyperparameters(group), "params": numbers})
     packed = {}
     for mine, cut in cuts.items():
         values = dict(state.get(mine, {}))
@@ -162,10 +164,9 @@ def cut_optimizer_state(
     masters: list[tuple[Tensor, Tensor]] = []
     groups, position = [], 0
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        hyper = {key: value for key, value in saved.items() if key not in _NOT_HYPERPARAMETERS}
         numbers = list(range(position, position + len(group["params"])))
         position += len(numbers)
-        groups.append({**hyper, "params": numbers})
+        groups.append({**hyperparameters(saved), "params": numbers})
         for number, mine in zip(numbers, group["params"], strict=True):
             cut = cuts[mine]
             values = state_dict["state"].get(saved_numbers[cut.number])
