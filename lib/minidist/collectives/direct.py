@@ -33,7 +33,8 @@ from minidist.collectives.algorithms import (
 )
 from minidist.collectives.async_work import CollectiveWork
 from minidist.collectives.executor import Transport, even_chunks, run_steps
-from minidist.collectives.issue import Call, all_reduce_by, gather_by, require_writable
+from minidist.collectives.issue import Call, all_reduce_by, gather_by, reduce_scatter_by
+from minidist.collectives.reduction import Reduction
 
 # A message larger than this travels in parts, because fresh memory pages for the whole message
 # would cost more than sending it in parts.
@@ -71,19 +72,12 @@ def direct_reduce_scatter(
     Only this rank's own part is copied, into `output`; the other parts are sent from the input's
     memory. A large part travels in segments, so that the receive buffers stay small.
     """
-    # Validate.
     parts = [input] if isinstance(input, torch.Tensor) else list(input)
-    call = Call("direct_reduce_scatter", [output, *parts], group)
-    require_writable(call, output)
-    reduction = call.reduction(op)
-    sizes = call.part_sizes("input", input)
-    call.require_numel("output", output, sizes[call.rank])
-    # Derive.
-    k = max(1, math.ceil(max(sizes) * output.element_size() / _SEGMENT_BYTES))
-    schedule = direct_reduce_scatter_steps(call.size, num_segments=k)
-    aliased = any(_storage(part) == _storage(output) for part in parts)
 
-    def body(transport: Transport) -> int:
+    def run(call: Call, sizes: list[int], reduction: Reduction, transport: Transport) -> int:
+        k = max(1, math.ceil(max(sizes) * output.element_size() / _SEGMENT_BYTES))
+        schedule = direct_reduce_scatter_steps(call.size, num_segments=k)
+        aliased = any(_storage(part) == _storage(output) for part in parts)
         chunks = call.chunks(input)
         total = call.stage(output, copy=aliased)
         total.copy_(chunks(transport.rank, 1))
@@ -98,9 +92,8 @@ def direct_reduce_scatter(
         call.unstage(total, output)
         return num_bytes
 
-    # Issue.
-    about = {"check": check, "op": reduction.name, "same": sizes, "message": parts}
-    return call.issue(body, [output], async_op, **about)
+    kind = "direct_reduce_scatter"
+    return reduce_scatter_by(kind, run, output, input, op, group, async_op, check)
 
 
 def direct_all_gather(

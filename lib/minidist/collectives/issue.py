@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -243,6 +244,35 @@ def all_reduce_by(
     # Issue.
     about = {"op": reduction.name, "same": list(tensor.shape), "message": [tensor], "how": how}
     return call.issue(body, [tensor], async_op, check=check, **about)
+
+
+def reduce_scatter_by(
+    kind: str,
+    run: Callable[[Call, list[int], Reduction, Transport], int],
+    output: torch.Tensor,
+    input: torch.Tensor | Sequence[torch.Tensor],
+    op: Any,
+    group: Any,
+    async_op: bool,
+    check: bool,
+) -> CollectiveWork:
+    """Reduce-scatter, by any way that leaves the total of part r in the output of rank r.
+
+    Args:
+        run: gets the sizes of the parts, does the work, and returns the number of bytes sent.
+
+    Raises: as `ring_reduce_scatter`.
+    """
+    # Validate.
+    parts = [input] if isinstance(input, torch.Tensor) else list(input)
+    call = Call(kind, [output, *parts], group)
+    require_writable(call, output)
+    reduction = call.reduction(op)
+    sizes = call.part_sizes("input", input)
+    call.require_numel("output", output, sizes[call.rank])
+    # Issue.
+    about = {"check": check, "op": reduction.name, "same": sizes, "message": parts}
+    return call.issue(partial(run, call, sizes, reduction), [output], async_op, **about)
 
 
 def gather_by(

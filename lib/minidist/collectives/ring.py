@@ -37,7 +37,8 @@ from minidist.collectives.algorithms import (
 )
 from minidist.collectives.async_work import CollectiveWork
 from minidist.collectives.executor import Transport, run_steps
-from minidist.collectives.issue import Call, all_reduce_by, gather_by, require_writable
+from minidist.collectives.issue import Call, all_reduce_by, gather_by, reduce_scatter_by
+from minidist.collectives.reduction import Reduction
 
 
 def ring_all_reduce(
@@ -109,17 +110,9 @@ def ring_reduce_scatter(
     Raises:
         ValueError: as `ring_all_reduce`; or `output` does not have the size of part r.
     """
-    # Validate.
-    parts = [input] if isinstance(input, torch.Tensor) else list(input)
-    call = Call("ring_reduce_scatter", [output, *parts], group)
-    require_writable(call, output)
-    reduction = call.reduction(op)
-    sizes = call.part_sizes("input", input)
-    call.require_numel("output", output, sizes[call.rank])
-    # Derive.
-    schedule = ring_reduce_scatter_steps(call.size)
 
-    def body(transport: Transport) -> int:
+    def run(call: Call, _: list[int], reduction: Reduction, transport: Transport) -> int:
+        schedule = ring_reduce_scatter_steps(call.size)
         chunks = call.chunks(input, copy=True)
         num_bytes = run_steps(schedule, chunks, transport, reduction)
         mine = chunks(transport.rank, 1)
@@ -127,9 +120,7 @@ def ring_reduce_scatter(
         call.unstage(mine, output)
         return num_bytes
 
-    # Issue.
-    about = {"check": check, "op": reduction.name, "same": sizes, "message": parts}
-    return call.issue(body, [output], async_op, **about)
+    return reduce_scatter_by("ring_reduce_scatter", run, output, input, op, group, async_op, check)
 
 
 def ring_all_gather(

@@ -26,27 +26,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidist.cost.hardware import Node
-from minidist.cost.memory import MIXED_ADAM, Memory, StateBytes
-from minidist.cost.parallelism import ParallelismConfig
+from minidist.cost.memory import MIXED_ADAM, StateBytes
 from minidist.cost.search import RECOMPUTE_ORDER, Candidate, Found, Job, search
 from minidist.cost.software import Software
-from minidist.cost.step import StepTime
 from minidist.cost.transformer import Transformer
 
 _EXPLAINED = 200  # plans for which reasons are written
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Candidate):
     """One way to run the job that fits into memory, with predicted time and reasons in words."""
 
-    parallelism: ParallelismConfig
     global_batch: int
-    micro_batch: int
-    num_microbatches: int
-    recompute: str
-    memory: Memory
-    step: StepTime
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -124,25 +116,14 @@ def ranked_plans(job: Job, found: Found, global_batch: int) -> list[Plan]:
     Args:
         global_batch: the batch that was asked for; `job` may have the nearest one that divides.
     """
-    ranked = _rank([_plan(job, candidate) for candidate in found.fitting])[:_EXPLAINED]
+    plans = [Plan(**vars(each), global_batch=job.global_batch) for each in found.fitting]
+    ranked = _rank(plans)[:_EXPLAINED]
     return [_explained(plan, ranked[0], job, global_batch) for plan in ranked]
 
 
 def nearest_batch(num_gpus: int, global_batch: int) -> int:
     """The nearest multiple of num_gpus; halves are rounded up; at least one sequence per GPU."""
     return max(1, (2 * global_batch + num_gpus) // (2 * num_gpus)) * num_gpus
-
-
-def _plan(job: Job, candidate: Candidate) -> Plan:
-    return Plan(
-        parallelism=candidate.parallelism,
-        global_batch=job.global_batch,
-        micro_batch=candidate.micro_batch,
-        num_microbatches=candidate.num_microbatches,
-        recompute=candidate.recompute,
-        memory=candidate.memory,
-        step=candidate.step,
-    )
 
 
 def why_nothing(job: Job, found: Found) -> str:

@@ -118,9 +118,8 @@ class Client:
         parent: dict[str, Any] | None,
         *,
         ident: list[bytes] | bytes | None = None,
-        metadata: dict[str, Any] | None = None,
     ) -> list[bytes]:
-        message = self.session.msg(msg_type, content, parent=parent, metadata=metadata)
+        message = self.session.msg(msg_type, content, parent=parent)
         return self.session.serialize(message, ident=ident)
 
     def publish(
@@ -139,13 +138,10 @@ class Client:
         idents: list[bytes],
         parent: dict[str, Any],
         content: dict[str, Any],
-        *,
-        msg_type: str | None = None,
-        metadata: dict[str, Any] | None = None,
     ) -> None:
         """Answer `parent`; the reply's type follows from the request's."""
-        kind = msg_type or parent["header"]["msg_type"].removesuffix("_request") + "_reply"
-        self.forward(channel, self.frames(kind, content, parent, ident=idents, metadata=metadata))
+        kind = parent["header"]["msg_type"].removesuffix("_request") + "_reply"
+        self.forward(channel, self.frames(kind, content, parent, ident=idents))
 
     def forward(self, channel: str, frames: list[bytes]) -> None:
         self.sockets[channel].send_multipart(frames)

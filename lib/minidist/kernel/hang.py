@@ -151,6 +151,7 @@ def is_hang(places: dict[int, Place]) -> bool:
 
 
 def _shapes_must_agree(op: str) -> bool:
+    # Python's names, and fewer than the recorder's: lists may hold tensors of several sizes.
     return op in ("all_reduce", "broadcast", "reduce", "barrier", "all_gather_into_tensor")
 
 

@@ -382,11 +382,8 @@ class Ranks:
         self._unbind()
         if self._closed or self._launcher.exit():
             return False
-        answer = await self.ask_launcher("stop", 5.0)
+        answer = await self._ask("launcher", "stop", 5.0)
         return answer is not None and answer.get("stopped") is True
-
-    async def ask_launcher(self, do: str, timeout_s: float) -> dict[str, Any] | None:
-        return await self._ask("launcher", do, timeout_s)
 
     def _unbind(self) -> None:
         """Close sockets, readers and links of the present generation."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _DTYPES = {"float": "float32", "double": "float64", "long": "int64", "half": "float16"}
-# In these collectives, every rank of a group passes the same shape.
-_SAME_SHAPES = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "barrier"})
+# In these collectives, by the recorder's names, every rank of a group passes the same shape.
+_SAME_SHAPES = frozenset(
+    {"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "barrier"}
+)
 # The C++ library that torch has loaded, and std::set_terminate as its compiler writes the name.
 _CPP = "libc++.1.dylib" if sys.platform == "darwin" else "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"
@@ -94,10 +96,21 @@ def disagreement(calls: Mapping[int, Sequence[Call]]) -> str:
         for call in calls[rank]:
             met.setdefault((call.group, call.number), {})[rank] = call
     for _, said in sorted(met.items(), key=lambda item: item[0][1]):
-        ops = {call.op for call in said.values()}
-        if len(ops) > 1 or (ops <= _SAME_SHAPES and len({c.tensor for c in said.values()}) > 1):
+        if differ((call.op, call.tensor) for call in said.values()):
             return in_words({rank: str(call) for rank, call in said.items()})
     return ""
+
+
+def differ(calls: Iterable[tuple[str, object]]) -> bool:
+    """Whether the ranks' calls of one collective do not match.
+
+    Args:
+        calls: of each rank, the operation ("all_reduce", or "gloo:all_reduce") and what is known of
+            the tensors.
+    """
+    ops, tensors = map(set, zip(*calls, strict=True))
+    same = {op.split(":")[-1] for op in ops} <= _SAME_SHAPES
+    return len(ops) > 1 or (same and len(tensors) > 1)
 
 
 def in_words(said: Mapping[int, str]) -> str:

@@ -40,8 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# In these collectives all ranks pass equal shapes; in the other collectives shapes may differ.
-_SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+from minidist.processes.calls import differ
 
 
 def take_dump() -> dict[str, Any]:
@@ -200,10 +199,7 @@ def find_mismatches(dumps: Mapping[int, Mapping[str, Any]]) -> list[Mismatch]:
                 by_number.setdefault((name, number), []).append(call)
     first: dict[str, Mismatch] = {}
     for (name, number), calls in sorted(by_number.items()):
-        kinds = {call.name for call in calls}
-        same = any(call.name.split(":")[-1] in _SAME_SHAPES for call in calls)
-        shapes = {(call.shapes, call.dtypes) for call in calls}
-        if len(kinds) > 1 or (same and len(shapes) > 1):
+        if differ((call.name, (call.shapes, call.dtypes)) for call in calls):
             first.setdefault(name, Mismatch(group=name, number=number, calls=tuple(calls)))
     return list(first.values())
 

@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from minidist.emulate.simulate import Timeline as EmulatedTimeline
+
 Kind = Literal["compute", "communication", "copy", "loader", "idle"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -173,30 +175,6 @@ def gather_timeline(timeline: Timeline, group: dist.ProcessGroup | None = None) 
 
 
 # ------------------------------------------------------------------------------------ other sources
-
-
-class EmulatedInterval(Protocol):
-    """`minidist.emulate.simulate.Interval`."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def start_s(self) -> float: ...
-    @property
-    def end_s(self) -> float: ...
-
-
-class EmulatedTimeline(Protocol):
-    """`minidist.emulate.Timeline`: intervals per rank, and the steps of its charge plan."""
-
-    @property
-    def makespan_s(self) -> float: ...
-    @property
-    def intervals(self) -> Sequence[Sequence[EmulatedInterval]]: ...
-    @property
-    def steps(self) -> Sequence[Any]: ...
 
 
 def from_emulated(timeline: EmulatedTimeline) -> Timeline:
