@@ -20,16 +20,13 @@ from typing import Any
 
 import minidist
 
-# The files and folders of this package that handle a submission.
+# What handles a submission, in this package: whole folders, and the files at the top of a folder.
 _SEEN_BY_SUBMISSIONS = (
     "__init__.py",
     "box",
     "course",
-    "criteria/__init__.py",
+    "criteria/*.py",
     "criteria/common",
-    "criteria/criterion.py",
-    "criteria/later.py",
-    "criteria/limits.py",
     "inside",
     "referee",
     "submission",
@@ -81,7 +78,8 @@ def graded_by(lab: str, code: bytes = b"") -> dict[str, bytes]:
                 case ["autograder", "criteria", folder, *_]:
                     yield ours / "criteria" / folder
 
-    todo = [ours / name for name in (*_SEEN_BY_SUBMISSIONS, f"criteria/{lab}")]
+    names = (*_SEEN_BY_SUBMISSIONS, f"criteria/{lab}")
+    todo = [place for name in names for place in ours.glob(name)]
     todo += [lib / "__init__.py", *places(code)]
     found: dict[str, bytes] = {}
     seen: set[Path] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import nbformat
@@ -13,6 +14,7 @@ from made_records import made_record
 from autograder.authoring.notebooks import build_notebook
 from autograder.criteria import lab_names
 from autograder.proof.zoo import load_zoo
+from autograder.report.reaching import reached
 from autograder.report.similar import find_similar
 from autograder.report.suspicious import evidence_in_record, find_evidence, rows, usual_in
 from autograder.submission.intake import read_submission
@@ -121,6 +123,15 @@ def test_patching_and_reaching_into_the_machinery_is_shown_with_its_line(cells):
     new = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     found = find_evidence("ada", new, usual_in(nbformat.v4.new_notebook()))
     assert (cells[1].count("\n") + 1, REACHES[cells]) in {(e.line, e.what) for e in found}, found
+
+
+def test_every_module_of_the_emulated_cluster_is_machinery_unless_labs_use_it():
+    """A new file there counts, too."""
+    modules = {path.stem for path in (ROOT / "lib/minidist/emulate").glob("*.py")} - {"__init__"}
+    inner = {
+        name for name in modules if any(reached(ast.parse(f"import minidist.emulate.{name}"), {}))
+    }
+    assert modules - inner == {"clusters", "plan", "simulate", "teach", "trace"}
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_every_file_that_a_submission_passes_counts(house):
         # New ones, called what they like.
         f"autograder/criteria/{LAB}/status.py",
         "autograder/criteria/common/report.py",
+        "autograder/criteria/new.py",
         "autograder/referee/zoo.py",
         "autograder/box/deeper/batch.py",
         "minidist/kernel/new.py",
