@@ -32,15 +32,15 @@ from typing import Any
 import cloudpickle
 
 from minidist.errors import LaunchDeadlineError, LaunchError
-from minidist.processes.calls import (
+from minidist.processes.fork_server import Child, fork
+from minidist.processes.last_calls import (
     OVERSIZED,
-    Call,
+    NumberedCall,
     at_terminate,
     disagreement,
     is_oversized,
     last_calls,
 )
-from minidist.processes.fork_server import Child, fork
 from minidist.processes.lifetime import keep_backends
 from minidist.processes.ports import free_port, gloo_at_home, let_go
 from minidist.processes.stacks import ask, tell_when_asked
@@ -123,7 +123,7 @@ class _Rank:
         self.done = False
         self.result: Any = None
         self.error: str | None = None
-        self.calls: list[Call] = []  # of a rank that failed
+        self.calls: list[NumberedCall] = []  # of a rank that failed
         self.got_oversized = False
 
     def receive(self) -> None:
@@ -231,7 +231,7 @@ def _rank_main(pipe: connection.Connection, job: bytes) -> None:
         pipe.recv_bytes()  # waits until the parent closes its end, or is gone
 
 
-def _last_words(exception: str) -> tuple[str, tuple[bool, str], list[Call]]:
+def _last_words(exception: str) -> tuple[str, tuple[bool, str], list[NumberedCall]]:
     """What the parent gets from a rank that C++ ends: why, where the main thread stands, calls."""
     stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
     return "ends", (is_oversized(exception), "".join(stack[-_NUM_FRAMES:])), last_calls()

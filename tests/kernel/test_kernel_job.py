@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from minidist.kernel import options
-from minidist.kernel.membership import Job, Keys, divide, rank_environment, read_job
+from minidist.kernel.membership import Keys, MultiNodeJob, divide, rank_environment, read_job
 from minidist.kernel.nodes import hub
 
 SECRET = "x" * 32
-JOB = Job(num_nodes=2, node=0, host="127.0.0.1", port=1, secret=SECRET)
+JOB = MultiNodeJob(num_nodes=2, node=0, host="127.0.0.1", port=1, secret=SECRET)
 SLURM = {
     "SLURM_JOB_ID": "123456",
     "SLURM_JOB_NUM_NODES": "3",

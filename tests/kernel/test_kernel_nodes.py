@@ -31,11 +31,11 @@ from nodes_helper import (
 )
 
 from minidist import __version__
-from minidist.kernel.membership import Job, Keys
+from minidist.kernel.membership import Keys, MultiNodeJob
 from minidist.processes.ports import free_port
 from minidist.processes.tree import descendants
 
-LOCAL = Job(num_nodes=2, node=0, host="127.0.0.1", port=1, secret=SECRET)
+LOCAL = MultiNodeJob(num_nodes=2, node=0, host="127.0.0.1", port=1, secret=SECRET)
 
 
 @pytest.fixture(scope="module")

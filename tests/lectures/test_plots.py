@@ -17,7 +17,7 @@ from minidist.collectives import ring_steps
 from minidist.collectives.algorithms import tree_steps
 from minidist.emulate import Event, Trace, clusters, simulate
 from minidist.parallel import pipeline
-from minidist.plots.steps import holdings
+from minidist.plots.collective_steps import holdings
 from minidist.plots.style import text_colour
 from minidist.precision.formats import FORMATS
 from minidist.profile import Span, Window, from_profiler

@@ -70,7 +70,7 @@ LAB = Lab(
     withheld={
         **TRAINING_LOOP,
         "minidist.parallel.compression.powersgd": "PowerSGD",
-        "minidist.parallel.compression.base": "error feedback",
+        "minidist.parallel.compression.compressor": "error feedback",
         "minidist.parallel.compression.hook": "the hook",
     },
     criteria=(

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from minidist.emulate.client import Client, CollectiveError, CollectiveMismatch
 from minidist.emulate.group import EmulatedGroup
+from minidist.emulate.handles import EmulatedWork
 from minidist.emulate.streams import emulated_streams
-from minidist.emulate.work import EmulatedWork
 from minidist.launch import isolated_world
 
 __all__ = [

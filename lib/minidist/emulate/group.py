@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minidist.device import NamedGroup
 from minidist.emulate.client import Client
+from minidist.emulate.handles import EmulatedWork, InFlight, ManyWorks
 from minidist.emulate.tensors import (
     Tensors,
     as_list,
@@ -28,7 +29,6 @@ from minidist.emulate.tensors import (
     write,
     write_parts,
 )
-from minidist.emulate.work import EmulatedWork, InFlight, ManyWorks
 
 
 class EmulatedGroup(NamedGroup):
@@ -263,7 +263,7 @@ class EmulatedGroup(NamedGroup):
         payload = [like] if payload is None else payload
         with _disable_current_modes():
             data = to_bytes(payload, like.dtype)
-        sent = InFlight(f"{kind}({like.dtype}{list(like.shape)})", payload, data)
+        sent = InFlight(kind, payload, data)
         with self._order:
             key = f"{self._wire_name}/{self._number}"
             self._client.post(header | {"k": self._number}, data)
@@ -282,13 +282,12 @@ class EmulatedGroup(NamedGroup):
             with _disable_current_modes():
                 data = to_bytes([tensor], tensor.dtype) if sends else None
             self._client.post(header, data)
-        what = f"{kind}({tensor.dtype}{list(tensor.shape)})"
         return EmulatedWork(
             self._client,
             f"{self._wire_name}/{path}/{tag}/{number}",
             [tensor],
             None if sends else (lambda raw: write(tensor, raw)),
-            sent=InFlight(what, [tensor], data) if sends else None,
+            sent=InFlight(kind, [tensor], data) if sends else None,
             eager=sends,
             source=-1 if sends else peer,
         )

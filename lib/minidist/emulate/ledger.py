@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from minidist.emulate.calls import Call, amount, integer, num_bytes
 from minidist.emulate.plan import DIRECTIONS, ChargePlan
+from minidist.emulate.rank_calls import RankCall, amount, integer, num_bytes
 from minidist.emulate.trace import Collective, Event
 from minidist.errors import ProtocolError
 
@@ -73,7 +73,7 @@ class Ledger:
             )
             self.events[rank].append(event)
 
-    def issue(self, call: Call, header: dict[str, Any], record: Collective) -> None:
+    def issue(self, call: RankCall, header: dict[str, Any], record: Collective) -> None:
         stream = _stream(header)
         events = self.events[call.rank]
         if self._plan is not None and stream:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist.emulate.calls import Call, integer, parse_call, request_number
 from minidist.emulate.ledger import Ledger
 from minidist.emulate.plan import ChargePlan
+from minidist.emulate.rank_calls import RankCall, integer, parse_call, request_number
 from minidist.emulate.slots import Slot
 from minidist.emulate.trace import Trace
 from minidist.errors import ProtocolError
@@ -160,7 +160,7 @@ class Session:
         self._match(slot)
 
     def _issue_message(
-        self, call: Call, header: dict[str, Any], group: str, members: tuple[int, ...]
+        self, call: RankCall, header: dict[str, Any], group: str, members: tuple[int, ...]
     ) -> None:
         peer = integer(header, "peer", 0, self.world_size - 1)
         tag = integer(header, "tag", -(1 << 31), 1 << 31)
@@ -180,7 +180,7 @@ class Session:
             return
         self._flush(slot)
 
-    def _add(self, slot: Slot, call: Call, header: dict[str, Any]) -> None:
+    def _add(self, slot: Slot, call: RankCall, header: dict[str, Any]) -> None:
         """Enter the call into the ledger and the slot, or into neither if the call is invalid."""
         slot.check(call)
         self._ledger.issue(call, header, slot.record)

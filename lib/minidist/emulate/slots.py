@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minidist.emulate import arrays
-from minidist.emulate.calls import Call, agree, num_bytes, results, splits_agree
+from minidist.emulate.rank_calls import RankCall, agree, num_bytes, results, splits_agree
 from minidist.emulate.trace import Collective
 from minidist.errors import ProtocolError
 
@@ -26,13 +26,15 @@ class Slot:
     record: Collective
     number: str
     members: tuple[int, ...]
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, RankCall] = field(default_factory=dict)
     results: dict[int, np.ndarray | None] = field(default_factory=dict)
     fetches: list[tuple[int, int, float]] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, key: str, number: str, group: str, members: tuple[int, ...], call: Call) -> Slot:
+    def of(
+        cls, key: str, number: str, group: str, members: tuple[int, ...], call: RankCall
+    ) -> Slot:
         """A slot for the first call `call`; the caller still has to `add` the call."""
         record = Collective(
             key=key,
@@ -58,7 +60,7 @@ class Slot:
             return [self.members[0]]
         return [rank for rank in self.members if rank not in self.calls]
 
-    def check(self, call: Call) -> None:
+    def check(self, call: RankCall) -> None:
         """Check that `call` fits this slot.
 
         Raises:
@@ -67,7 +69,7 @@ class Slot:
         if self.is_message != (call.kind in ("send", "recv")):
             raise ProtocolError(f"named a group so that {call.describe()} meets {self.number}")
 
-    def add(self, call: Call, *, keep: bool) -> None:
+    def add(self, call: RankCall, *, keep: bool) -> None:
         """Add a rank's call; with `keep`, the trace keeps the payload."""
         side = call.rank
         if self.is_message and self.members[0] == self.members[1]:

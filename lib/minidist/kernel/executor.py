@@ -23,7 +23,7 @@ from minidist.kernel.generations import HOW_TO_GO_ON, Generations
 from minidist.kernel.history import History, Past, key_of
 from minidist.kernel.inbox import Inbox
 from minidist.kernel.interrupt import interrupt, recover
-from minidist.kernel.options import Options
+from minidist.kernel.options import KernelOptions
 from minidist.kernel.outputs import Outputs, label
 from minidist.kernel.watch import Watch, places_of, states_of
 
@@ -40,7 +40,7 @@ class Executor:
         self,
         *,
         client: Client,
-        options: Options,
+        options: KernelOptions,
         context: zmq.asyncio.Context,
         run_dir: str,
         output_dir: str | None,

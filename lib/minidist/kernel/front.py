@@ -26,7 +26,7 @@ from minidist import __version__
 from minidist.kernel.cell import printable
 from minidist.kernel.client import Client, unaddressed
 from minidist.kernel.executor import Executor
-from minidist.kernel.options import Options, make_run_dir, parse
+from minidist.kernel.options import KernelOptions, make_run_dir, parse
 from minidist.processes.lifetime import adopt_orphans
 from minidist.processes.tree import kill_descendants
 
@@ -44,7 +44,7 @@ _NOT_OURS = ("debug_request", "create_subshell_request", "delete_subshell_reques
 class Front:
     """Serves one kernel until `stop` is set."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: KernelOptions) -> None:
         self._options = options
         self._context = zmq.asyncio.Context()
         self.client = Client(options.connection_file, self._context)
@@ -284,7 +284,7 @@ def _refused(text: str) -> dict[str, Any]:
     return {"status": "error", "ename": "KernelError", "evalue": text, "traceback": []}
 
 
-async def _serve(options: Options) -> None:
+async def _serve(options: KernelOptions) -> None:
     await Front(options).run()
 
 

@@ -12,7 +12,7 @@ import zmq.asyncio
 from minidist.kernel.client import Client
 from minidist.kernel.nodes.cluster import Cluster
 from minidist.kernel.nodes.hub import Hub
-from minidist.kernel.options import Options
+from minidist.kernel.options import KernelOptions
 from minidist.kernel.ranks import Ranks
 
 HOW_TO_GO_ON = "Run %restart_ranks in a cell for fresh ranks, or restart the kernel."
@@ -33,7 +33,7 @@ class Generations:
         self,
         *,
         client: Client,
-        options: Options,
+        options: KernelOptions,
         context: zmq.asyncio.Context,
         run_dir: str,
         output_dir: str | None,

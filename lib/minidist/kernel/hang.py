@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from minidist.processes.calls import OVERSIZED, Call, disagreement
+from minidist.processes.last_calls import OVERSIZED, NumberedCall, disagreement
 
 # A blocked thread may wake now and then to check a deadline; a working thread wakes far more often.
 MAX_SWITCHES = 20
@@ -43,7 +43,7 @@ class Place:
     switches: int = 0
     note: str = field(default="", compare=False)
     calls: tuple[str, ...] = field(default=(), compare=False)
-    numbered: tuple[Call, ...] = field(default=(), compare=False)
+    numbered: tuple[NumberedCall, ...] = field(default=(), compare=False)
 
 
 def _string(value: Any, size: int = 200) -> str:
@@ -87,13 +87,15 @@ def _calls(value: Any) -> tuple[str, ...]:
     return tuple(map(_string, value[:8])) if isinstance(value, list) else ()
 
 
-def _numbered(value: Any) -> tuple[Call, ...]:
+def _numbered(value: Any) -> tuple[NumberedCall, ...]:
     rows = (
         [row for row in value[:64] if isinstance(row, list) and len(row) == 4]
         if isinstance(value, list)
         else []
     )
-    return tuple(Call(_string(g), _integer(n), _string(op), _string(t)) for g, n, op, t in rows)
+    return tuple(
+        NumberedCall(_string(g), _integer(n), _string(op), _string(t)) for g, n, op, t in rows
+    )
 
 
 def headline(places: dict[int, Place]) -> str:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from minidist.kernel.options import Options
+from minidist.kernel.options import KernelOptions
 from minidist.processes.tree import describe_exit, kill_descendants
 
 _TAIL_BYTES = 8000
@@ -20,7 +20,7 @@ _TAIL_BYTES = 8000
 class LauncherProcess:
     """A launcher: a new process, inside the sandbox if there is one."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: KernelOptions) -> None:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr = bytearray()

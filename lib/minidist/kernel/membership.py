@@ -36,7 +36,7 @@ _ANYWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class MultiNodeJob:
     """Several nodes that serve one kernel.
 
     Attributes:
@@ -85,10 +85,10 @@ class Share:
         return range(self.first, self.first + self.num_ranks)
 
 
-def divide(job: Job, count: int, port: int) -> list[Share]:
+def divide(job: MultiNodeJob, count: int, port: int) -> list[Share]:
     """Divide `count` ranks among all nodes: equally, or with one more on each of the first nodes.
 
-    >>> job = Job(num_nodes=2, node=0, host="n1", port=1)
+    >>> job = MultiNodeJob(num_nodes=2, node=0, host="n1", port=1)
     >>> [share.ranks for share in divide(job, 5, 2)]
     [range(0, 3), range(3, 5)]
     """
@@ -115,7 +115,7 @@ class Keys:
         ValueError, OSError: the secret is too short, or other users own or may use its file.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: MultiNodeJob) -> None:
         if not zmq.has("curve"):
             raise ValueError("several nodes need a pyzmq that was built with libsodium (CURVE)")
         self._created = ""
@@ -181,7 +181,7 @@ def _read(path: str) -> str:
 # -- from the environment ------------------------------------------------------------------------
 
 
-def read_job(environment: Mapping[str, str]) -> Job | None:
+def read_job(environment: Mapping[str, str]) -> MultiNodeJob | None:
     """The job that `environment` describes; None for a single node.
 
     Raises:
@@ -205,7 +205,7 @@ def read_job(environment: Mapping[str, str]) -> Job | None:
         raise ValueError(f"{name}: expected a node from 0 to {num_nodes - 1}, got {text!r}")
     host, port = _endpoint(environment)
     secret, secret_file = _secret(environment)
-    return Job(
+    return MultiNodeJob(
         num_nodes=num_nodes,
         node=int(text or 0),
         host=host,
@@ -276,7 +276,7 @@ def first_host(text: str) -> str:
 # -- what ranks need -----------------------------------------------------------------------------
 
 
-def rank_environment(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(job: MultiNodeJob, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a launcher: without the secret, with the interface for gloo.
 
     By default, gloo listens at the address of the host's own name, often a loopback address.
@@ -294,7 +294,7 @@ def _is_literal(host: str) -> bool:
     return False
 
 
-def _interface(job: Job) -> str | None:
+def _interface(job: MultiNodeJob) -> str | None:
     """The name of the network interface that leads to the other nodes; None if none is found."""
     with contextlib.suppress(OSError):
         mine = _address_towards(job.host)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minidist.kernel.membership import Job, rank_environment, read_job
+from minidist.kernel.membership import MultiNodeJob, rank_environment, read_job
 from minidist.kernel.rank_count import DEFAULT_RANKS, count_ranks
 
 # A unix socket's path has at most 107 bytes; our file names add up to 40 to the directory's path.
@@ -18,7 +18,7 @@ MAX_RUN_DIR_BYTES = 66
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class KernelOptions:
     """How to start ranks.
 
     Attributes:
@@ -37,7 +37,7 @@ class Options:
 
     connection_file: str
     num_ranks: int = 2
-    job: Job | None = None
+    job: MultiNodeJob | None = None
     prefix: tuple[str, ...] = ()
     env: dict[str, str] | None = None
     cwd: str | None = None
@@ -75,16 +75,16 @@ def make_run_dir() -> str:
     return tempfile.mkdtemp(prefix="minidist-")
 
 
-def parse(argv: list[str]) -> Options:
+def parse(argv: list[str]) -> KernelOptions:
     """Options from the command line; unknown arguments are ignored, because Jupyter adds some.
 
     Raises:
-        ValueError: a value or the launcher's file is not of the form described in `Options`.
+        ValueError: a value or the launcher's file is not of the form described in `KernelOptions`.
     """
     parser = argparse.ArgumentParser(prog="python -m minidist.kernel", allow_abbrev=False)
     parser.add_argument("-f", "--f", dest="connection_file", required=True)
     parser.add_argument("--ranks", default=str(DEFAULT_RANKS), help="a number, or auto")
-    parser.add_argument("--launcher", default=None, help="JSON file: see Options")
+    parser.add_argument("--launcher", default=None, help="JSON file: see KernelOptions")
     parser.add_argument("--deadline", type=float, default=None, help="seconds per cell")
     known, _ = parser.parse_known_args(argv)
     if known.ranks != "auto" and not known.ranks.removeprefix("-").isdecimal():
@@ -101,7 +101,7 @@ def parse(argv: list[str]) -> Options:
         _check_job(job, launcher)
         num_ranks *= job.num_nodes
         env = rank_environment(job, os.environ)
-    return Options(
+    return KernelOptions(
         connection_file=known.connection_file,
         num_ranks=num_ranks,
         job=job,
@@ -117,7 +117,7 @@ def parse(argv: list[str]) -> Options:
     )
 
 
-def _check_job(job: Job, launcher: dict[str, Any]) -> None:
+def _check_job(job: MultiNodeJob, launcher: dict[str, Any]) -> None:
     if job.node != 0:
         raise ValueError(
             f"--ranks auto: expected node 0 of the job, got node {job.node}: the notebook's kernel "

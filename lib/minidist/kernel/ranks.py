@@ -17,7 +17,7 @@ import zmq.asyncio
 from minidist.kernel.launcher_process import LauncherProcess
 from minidist.kernel.link import LINK_NAME, MAX_LINE_BYTES, decode, encode, socket_name, token
 from minidist.kernel.membership import Share
-from minidist.kernel.options import Options
+from minidist.kernel.options import KernelOptions
 from minidist.kernel.outputs import label
 from minidist.processes.tree import (
     allow_more_files,
@@ -58,7 +58,7 @@ class Ranks:
         self,
         *,
         context: zmq.asyncio.Context,
-        options: Options,
+        options: KernelOptions,
         key: bytes,
         signature_scheme: str,
         run_dir: str,

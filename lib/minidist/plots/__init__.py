@@ -16,8 +16,8 @@ Only this package and `minidist.widgets` import matplotlib and ipywidgets.
 """
 
 from minidist.plots.charts import plot_bars, plot_lines, plot_stacked
+from minidist.plots.collective_steps import plot_step, plot_steps
 from minidist.plots.numbers import plot_formats, plot_spacing
-from minidist.plots.steps import plot_step, plot_steps
 from minidist.plots.style import COLOURS, PALETTE, new_figure, show_in_notebooks, style
 from minidist.plots.timelines import plot_pipeline, plot_timeline
 

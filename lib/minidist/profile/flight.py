@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minidist.processes.calls import differ
+from minidist.processes.last_calls import differ
 
 
 def take_dump() -> dict[str, Any]:
@@ -98,7 +98,7 @@ def dump_on_hang(folder: str | Path, *, after_s: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RecordedCall:
     """One rank's call of a collective.
 
     Attributes:
@@ -130,8 +130,8 @@ class Stuck:
 
     group: str
     number: int
-    waiting: tuple[Call, ...]
-    missing: Mapping[int, Call | None]
+    waiting: tuple[RecordedCall, ...]
+    missing: Mapping[int, RecordedCall | None]
     unknown: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class Mismatch:
 
     group: str
     number: int
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
 
     def __str__(self) -> str:
         lines = [f"group {self.group}, collective {self.number} differs between ranks:"]
@@ -192,7 +192,7 @@ def find_mismatches(dumps: Mapping[int, Mapping[str, Any]]) -> list[Mismatch]:
 
     Later numbers are not reported: after the first mismatch the ranks' numbers are shifted.
     """
-    by_number: dict[tuple[str, int], list[Call]] = {}
+    by_number: dict[tuple[str, int], list[RecordedCall]] = {}
     for rank, dump in sorted(dumps.items()):
         for name, calls in _State(rank, dump).calls.items():
             for number, call in calls.items():
@@ -218,7 +218,7 @@ class _State:
     def __init__(self, rank: int, dump: Mapping[str, Any]) -> None:
         self.rank = rank
         self.groups = {name: tuple(ranks) for name, ranks in dump.get("groups", {}).items()}
-        self.calls: dict[str, dict[int, Call]] = {}
+        self.calls: dict[str, dict[int, RecordedCall]] = {}
         # pg_id is a number inside one process, so ranks may have different numbers for a group.
         # Use the group's name instead.
         names: dict[str, str] = {}
@@ -240,15 +240,15 @@ class _State:
     def completed(self, group: str) -> int:
         return max(0, int(self._status.get(group, {}).get("last_completed_collective", 0)))
 
-    def call(self, group: str, number: int) -> Call | None:
+    def call(self, group: str, number: int) -> RecordedCall | None:
         return self.calls.get(group, {}).get(number)
 
-    def last(self, group: str) -> Call | None:
+    def last(self, group: str) -> RecordedCall | None:
         return self.call(group, self.enqueued(group))
 
 
-def _call(rank: int, number: int, entry: Mapping[str, Any]) -> Call:
-    return Call(
+def _call(rank: int, number: int, entry: Mapping[str, Any]) -> RecordedCall:
+    return RecordedCall(
         rank=rank,
         number=number,
         name=str(entry["profiling_name"]),

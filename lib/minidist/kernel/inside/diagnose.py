@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from minidist.kernel.inside.programs import program
-from minidist.processes.calls import entry_text, last_calls, recorder
+from minidist.processes.last_calls import entry_text, last_calls, recorder
 
 # Functions of torch.distributed in which a rank waits for others.
 COLLECTIVES = frozenset(

@@ -33,8 +33,8 @@ from minidist.kernel.inside.diagnose import collectives_started
 from minidist.kernel.inside.errors import Shown, explain_errors
 from minidist.kernel.inside.stream import BoundedStream, make_usable
 from minidist.kernel.link import Link, socket_name
-from minidist.processes.calls import at_terminate, is_oversized
 from minidist.processes.fork_server import reseed_numpy
+from minidist.processes.last_calls import at_terminate, is_oversized
 from minidist.processes.lifetime import die_with_parent, keep_backends
 
 _CONNECT_MS = 20_000

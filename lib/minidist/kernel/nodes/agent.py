@@ -28,9 +28,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from minidist import __version__
 from minidist.kernel.link import decode, encode
-from minidist.kernel.membership import Job, Keys, Share, rank_environment, read_job
+from minidist.kernel.membership import Keys, MultiNodeJob, Share, rank_environment, read_job
 from minidist.kernel.nodes.hub import DATA, LINE, configure
-from minidist.kernel.options import Options, make_run_dir
+from minidist.kernel.options import KernelOptions, make_run_dir
 from minidist.kernel.ranks import CHANNELS, Ranks
 from minidist.processes.lifetime import adopt_orphans
 from minidist.processes.tree import kill_descendants
@@ -49,7 +49,7 @@ _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
 class Agent:
     """Serves one front."""
 
-    def __init__(self, job: Job, keys: Keys) -> None:
+    def __init__(self, job: MultiNodeJob, keys: Keys) -> None:
         self._job, self._keys = job, keys
         self._context = zmq.asyncio.Context()
         name = secrets.token_hex(8).encode()
@@ -220,7 +220,7 @@ class Agent:
     def _new_ranks(self, order: dict[str, Any]) -> Ranks:
         self._run_dir, self._output_dir = make_run_dir(), _make_output_dir(order["output_dir"])
         cwd = order["cwd"] if os.path.isdir(order["cwd"]) else None
-        options = Options(
+        options = KernelOptions(
             connection_file="",
             env=rank_environment(self._job, os.environ),
             cwd=cwd,
@@ -261,11 +261,11 @@ def _make_output_dir(wanted: str) -> str:
         return tempfile.mkdtemp(prefix="minidist-output-")
 
 
-def _say(job: Job, text: str) -> None:
+def _say(job: MultiNodeJob, text: str) -> None:
     print(f"minidist.kernel.nodes.agent: {job!r} {text}", file=sys.stderr, flush=True)
 
 
-async def _run(job: Job, keys: Keys, wait_s: float | None) -> int:
+async def _run(job: MultiNodeJob, keys: Keys, wait_s: float | None) -> int:
     return await Agent(job, keys).run(wait_s)
 
 

@@ -22,7 +22,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from minidist import __version__
 from minidist.kernel.link import MAX_LINE_BYTES, decode
-from minidist.kernel.membership import Job, Keys
+from minidist.kernel.membership import Keys, MultiNodeJob
 
 JOIN_DEADLINE_S = 120.0
 PING_EVERY_S = 0.5
@@ -58,7 +58,7 @@ class Hub:
         listener: gets what the nodes send; changed: set when a node has joined.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: MultiNodeJob) -> None:
         self.job = job
         self.listener: Listener | None = None
         self.changed = asyncio.Event()

@@ -1,4 +1,4 @@
-from .base import Compressor, Segment, Traffic, segments_of
+from .compressor import Compressor, Segment, Traffic, segments_of
 from .hook import HookState, compression_hook, sum_in_place
 from .native import register_torch_hook, torch_hook
 from .powersgd import PowerSGD, orthonormalise

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.device import all_gather_single
-from minidist.parallel.compression.base import Exchange, Traffic, chunk_size
+from minidist.parallel.compression.compressor import Exchange, Traffic, chunk_size
 
 
 class Codec(Protocol):

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from minidist.parallel.compression.base import Compressor, segments_of
+from minidist.parallel.compression.compressor import Compressor, segments_of
 
 
 class Running:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from minidist.parallel.compression.base import Compressor, Exchange, Segment
+from minidist.parallel.compression.compressor import Compressor, Exchange, Segment
 from minidist.parallel.compression.exchange import Exact, two_phase_mean
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.parallel.compression.base import Compressor, Exchange, Segment, chunk_size
+from minidist.parallel.compression.compressor import Compressor, Exchange, Segment, chunk_size
 from minidist.parallel.compression.exchange import Exact, two_phase_mean
 
 _LEVELS = 127

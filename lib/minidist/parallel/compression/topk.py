@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from minidist.device import all_gather_single
-from minidist.parallel.compression.base import Compressor, Exchange, Segment
+from minidist.parallel.compression.compressor import Compressor, Exchange, Segment
 from minidist.parallel.compression.exchange import as_bytes
 
 

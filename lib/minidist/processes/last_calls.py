@@ -57,7 +57,7 @@ def entry_text(entry: dict[str, Any]) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True)
-class Call:
+class NumberedCall:
     """One collective as one rank called it: the group's name, and its number in the group."""
 
     group: str
@@ -69,7 +69,7 @@ class Call:
         return f"{self.op} {self.tensor}".strip()
 
 
-def last_calls(num: int = 64) -> list[Call]:
+def last_calls(num: int = 64) -> list[NumberedCall]:
     """The last collectives of this process, oldest first; without send and recv."""
     entries = [e for e in recorder(True).get("entries", []) if not e.get("is_p2p")]
     calls = []
@@ -77,21 +77,21 @@ def last_calls(num: int = 64) -> list[Call]:
         op, dtype, shape = entry_text(entry)
         group = "/".join(map(str, entry.get("process_group", [])))
         number = int(entry.get("collective_seq_id", 0))
-        calls.append(Call(group, number, op, f"{dtype} {shape}".strip()))
+        calls.append(NumberedCall(group, number, op, f"{dtype} {shape}".strip()))
     return calls
 
 
-def disagreement(calls: Mapping[int, Sequence[Call]]) -> str:
+def disagreement(calls: Mapping[int, Sequence[NumberedCall]]) -> str:
     """The first collective that ranks called differently, in words; empty if there is none.
 
     Args:
         calls: rank -> what the rank has called, oldest first.
 
-    >>> a, b = Call("world", 4, "all_reduce", "float32 [3]"), Call("world", 4, "barrier", "")
+    >>> a, b = NumberedCall("world", 4, "all_reduce", "float32 [3]"), NumberedCall("world", 4, "barrier", "")
     >>> disagreement({0: [a], 1: [b], 2: [a]})
     'the ranks called different collectives: ranks 0, 2: all_reduce float32 [3]; rank 1: barrier'
     """
-    met: dict[tuple[str, int], dict[int, Call]] = {}
+    met: dict[tuple[str, int], dict[int, NumberedCall]] = {}
     for rank in sorted(calls):
         for call in calls[rank]:
             met.setdefault((call.group, call.number), {})[rank] = call

@@ -26,7 +26,7 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
 @dataclass
-class Call:
+class RankCall:
     """What one rank asked for in one collective."""
 
     rank: int
@@ -94,7 +94,7 @@ def numel_of(shape: tuple[int, ...]) -> int:
 
 def parse_call(
     rank: int, header: dict[str, Any], payload: np.ndarray, members: tuple[int, ...]
-) -> Call:
+) -> RankCall:
     kind, op, dtype = header.get("kind"), header.get("op", ""), header.get("dtype")
     if not isinstance(kind, str) or kind not in (*COLLECTIVES, "send", "recv"):
         raise ProtocolError(f"unknown collective {str(kind)[:40]!r}")
@@ -117,7 +117,7 @@ def parse_call(
         if root not in members:
             raise ProtocolError(f"root {root} is not in the group {list(members)}")
     numel, parts = numel_of(sizes), len(members)
-    call = Call(rank, kind, op, dtype, sizes, root, payload)
+    call = RankCall(rank, kind, op, dtype, sizes, root, payload)
     if kind == "all_to_all":
         call.send_splits = _sizes(header, "send", parts)
         call.recv_splits = _sizes(header, "recv", parts)
@@ -138,18 +138,18 @@ def parse_call(
     return call
 
 
-def num_bytes(call: Call, num_ranks: int) -> int:
+def num_bytes(call: RankCall, num_ranks: int) -> int:
     """Size as `minidist.cost.comm.collective_seconds` counts it; the shape is one rank's part."""
     size = arrays.itemsize(call.dtype)
     whole = call.kind in ("all_gather", "reduce_scatter", "gather", "scatter")
     return call.numel * size * (num_ranks if whole else 1)
 
 
-def agree(calls: list[Call]) -> bool:
+def agree(calls: list[RankCall]) -> bool:
     return all(call.signature() == calls[0].signature() for call in calls[1:])
 
 
-def splits_agree(calls: list[Call]) -> bool:
+def splits_agree(calls: list[RankCall]) -> bool:
     return all(
         sender.send_splits[j] == receiver.recv_splits[i]
         for i, sender in enumerate(calls)
@@ -157,7 +157,7 @@ def splits_agree(calls: list[Call]) -> bool:
     )
 
 
-def results(members: tuple[int, ...], calls: list[Call]) -> dict[int, np.ndarray | None]:
+def results(members: tuple[int, ...], calls: list[RankCall]) -> dict[int, np.ndarray | None]:
     """Raw bytes that each rank gets; `calls` are in the order of `members`."""
     first = calls[0]
     raws = [call.payload for call in calls]

@@ -21,8 +21,8 @@ class InFlight:
     The broker has a copy, so its result is right. A real network reads the tensors meanwhile.
     """
 
-    def __init__(self, what: str, tensors: Tensors, data: memoryview | None) -> None:
-        self._what = what
+    def __init__(self, kind: str, tensors: Tensors, data: memoryview | None) -> None:
+        self._kind = kind
         self._tensors = list(tensors)
         self._versions = self._count_writes()
         self._sum = _sum_of(data)
@@ -38,9 +38,11 @@ class InFlight:
             data = to_bytes(self._tensors, self._tensors[0].dtype)
         # Views of one tensor count their writes together, so a write may have been beside it.
         if _sum_of(data) != self._sum:
+            first = self._tensors[0]
+            what = f"{self._kind}({str(first.dtype).removeprefix('torch.')}{list(first.shape)})"
             raise CollectiveError(
-                f"{self._what} was under way when the tensor that it sends was written to: call "
-                "wait() before, or use another tensor. A real network may send old or new numbers.",
+                f"{what} was under way when the tensor that it sends was written to: call wait() "
+                "before, or use another tensor. A real network may send old or new numbers.",
                 rank=rank,
             )
 
