@@ -451,5 +451,5 @@ def test_a_shard_is_no_larger_than_the_model():
     played = Played("lab3_fsdp", "fsdp_shards")
     answers: list[Values] = [{"s0": np.zeros(4 << 20, np.float16)}] * N
     assert played.answered(answers)
-    assert fsdp_parts.finite_floats(np.ones(21, np.float16), 10) is None
-    assert fsdp_parts.finite_floats(np.ones((4, 5), np.float16), 10) is not None
+    assert fsdp_parts.floats_of_shard(np.ones(21, np.float16), 10) is None
+    assert fsdp_parts.floats_of_shard(np.ones((4, 5), np.float16), 10) is not None

@@ -105,19 +105,18 @@ def test_nccl_names_are_read_as_nccl_reads_them(value, names):
 def test_a_save_dies_at_every_call_that_changes_a_file(tmp_path):
     """Whatever can be left: before each call, and with a part of each large file."""
 
-    def save():
-        (tmp_path / "part").write_bytes(bytes(2 * deaths.WRITE_LIMIT_BYTES))
-        shutil.copyfile(tmp_path / "part", tmp_path / "final")
-        (tmp_path / "part").unlink()
+    before, place = tmp_path / "before", tmp_path / "now"
+    before.mkdir()
 
-    def afresh():
-        for file in tmp_path.iterdir():
-            file.unlink()
+    def save():
+        (place / "part").write_bytes(bytes(2 * deaths.WRITE_LIMIT_BYTES))
+        shutil.copyfile(place / "part", place / "final")
+        (place / "part").unlink()
 
     left = set()
-    for death in deaths.deaths(save, afresh):
+    for death in deaths.deaths(save, before, place):
         assert death.ended == "killed"
-        sizes = {p.name: p.stat().st_size // deaths.WRITE_LIMIT_BYTES for p in tmp_path.iterdir()}
+        sizes = {p.name: p.stat().st_size // deaths.WRITE_LIMIT_BYTES for p in place.iterdir()}
         left.add((death.when.partition(",")[0], *sorted(sizes.items())))
     written, half = "in the middle of a write", ("part", 1)
     assert left == {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import io
 import itertools
 import random
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import torch
 
 from autograder.criteria.common.answers import plain
 from autograder.criteria.common.places import on_two_nodes
+from autograder.criteria.common.resumed import load_plain, own_random_numbers, saved
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 Batches = list[list[list[int]]]  # per batch and rank: the indices, then the batch's size
@@ -44,17 +44,11 @@ def _random_numbers(seed: int) -> Iterator[list[Any]]:
         return plain_hash((seed, value) if isinstance(value, str | bytes) else value)
 
     plain_hash = hash
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
+    with own_random_numbers(), mock.patch.object(builtins, "hash", salted):
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        with mock.patch.object(builtins, "hash", salted):
-            yield _states()
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        yield _states()
 
 
 def _states() -> list[Any]:
@@ -348,21 +342,9 @@ def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Valu
                     row.append(_deal(sampler, rank, world_size, inputs))
             batches.append(row)
         # All samplers get the same dict: one that counts in it counts for the others, too.
-        state = _through_a_file(samplers[inputs["saver"] % world_size].state_dict())
+        state = samplers[inputs["saver"] % world_size].state_dict()
+        state = load_plain(saved(state), "state_dict")
     return {"calm": calm, "batches": batches}
-
-
-def _through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    try:
-        return torch.load(file, weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            "state_dict must hold only numbers, text, lists, dicts and tensors, so that "
-            f"torch.load(…, weights_only=True) reads it: {str(error)[:200]}"
-        ) from None
 
 
 def judge_resize(case: Case) -> Iterator[Finding]:

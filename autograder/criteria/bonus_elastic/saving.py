@@ -116,10 +116,6 @@ def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
     if (full / name_of(one)).read_bytes() == (before / name_of(one)).read_bytes():
         raise RuntimeError(f"step {one} was saved once more, and the old file is still there")
 
-    def afresh() -> None:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(before, place)
-
     left: list[list[Values]] = []
     for again, keep, repeated in SAVES:
         step = one if again else two
@@ -130,7 +126,7 @@ def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
             _save(save_together, str(place), step, state, keep)
 
         left.append([])
-        for death in deaths(save, afresh):
+        for death in deaths(save, before, place):
             sizes = {p.name: p.stat().st_size for p in place.glob("step-*.pt")}
             parts = sorted(name for name, size in sizes.items() if size not in whole.get(name, ()))
             seen: Values = {"when": death.when, "names": sorted(sizes), "parts": parts}

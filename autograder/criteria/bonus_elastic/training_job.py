@@ -147,15 +147,8 @@ def expected_training(inputs: Values) -> tuple[list[np.ndarray], np.ndarray]:
     """Final parameters and all losses of one process that trains on the global batches."""
     model = oracle.mlp(inputs, torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=inputs["job"]["lr"])
-    x, y = (torch.from_numpy(inputs[name]).double() for name in "xy")
-    losses = []
-    for batch in inputs["batches"][: inputs["job"]["steps"]]:
-        optimizer.zero_grad()
-        loss = oracle.mse(model(x[batch]), y[batch])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [p.detach().numpy() for p in model.parameters()], np.array(losses)
+    batches = inputs["batches"][: inputs["job"]["steps"]]
+    return oracle.fit(model, optimizer, ((inputs["x"][b], inputs["y"][b]) for b in batches))
 
 
 def judge_training(findings: list[Finding], given: Values, answer: Values, hint: str) -> None:

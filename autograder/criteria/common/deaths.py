@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -50,18 +51,19 @@ class Death:
     when: str = ""
 
 
-def deaths(save: Callable[[], Any], afresh: Callable[[], None]) -> Iterator[Death]:
+def deaths(save: Callable[[], Any], before: Path, place: Path) -> Iterator[Death]:
     """Runs `save` in one forked process after another, each of which dies a bit later.
 
     Args:
-        afresh: puts the files back to where they were; called before each run of `save`.
+        before: the files before `save`; `place`, in which it works, becomes their copy each time.
 
     Yields:
         each death, right after it; a process that hung ends the iteration.
     """
     for in_a_write in (False, True):
         for number in range(0 if in_a_write else 1, MAX_CALLS + 1):
-            afresh()
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(before, place)
             death = die_at(save, number, in_a_write=in_a_write)
             if death.ended in ("ended", "raised"):
                 break  # there are fewer calls, or no large write after this one

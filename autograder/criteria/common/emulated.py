@@ -13,7 +13,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Draw, Finding, Values
 from minidist.emulate.clusters import Cluster, Link
 from minidist.emulate.plan import ChargePlan
-from minidist.emulate.simulate import Timeline
+from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Event
 
 MAX_PLACES = 2000  # positions tried per search: a payload may be made to waste our time
@@ -69,15 +69,36 @@ def is_compute(event: Event, direction: str, step: int) -> bool:
     return event.kind == "compute" and event.direction == direction and event.step == step
 
 
-def seconds_since(case: Case, timeline: Timeline, step: int) -> float:
-    """Virtual seconds from the first forward of a step, on any rank, to the end."""
-    begin = min(
+def local_gradients(
+    model: nn.Module, inputs: Values, steps: Iterable[int]
+) -> list[list[np.ndarray]]:
+    """For each step a rank's own gradients, from the batches x/0, y/0, x/1, …
+
+    Args:
+        model: in float64, with the rank's secret factors: charged over a `PlanChannel`.
+    """
+    found = []
+    for step in steps:
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).double() for k in "xy")
+        model.zero_grad()
+        oracle.mse(model(x), y).backward()
+        found.append([oracle.grad_of(p) for p in model.parameters()])
+    return found
+
+
+def seconds_each(case: Case, cluster: Cluster, begin: int, count: int) -> float:
+    """Virtual seconds of each of the last `count` steps.
+
+    They begin, on any rank, with the first forward of number `begin`.
+    """
+    timeline = simulate(case.trace, cluster)
+    begin_s = min(
         timeline.event_times[rank][i][0]
         for rank, events in enumerate(case.trace.events)
         for i, e in enumerate(events)
-        if is_compute(e, "forward", step)
+        if is_compute(e, "forward", begin)
     )
-    return timeline.makespan_s - begin
+    return (timeline.makespan_s - begin_s) / count
 
 
 def holds_run(payload: Any, values: np.ndarray, scales: Iterable[float]) -> bool:

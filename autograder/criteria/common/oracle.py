@@ -7,7 +7,7 @@ buckets may be taken in any order, so the criteria never ask for equality.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -60,12 +60,20 @@ def mlp(arrays: Values, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     values = parameters_of(arrays)
     layers: list[nn.Module] = []
     for weight, bias in zip(values[::2], values[1::2], strict=True):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], dtype=dtype)
-        with torch.no_grad():
-            layer.weight.copy_(torch.from_numpy(weight))
-            layer.bias.copy_(torch.from_numpy(bias))
-        layers += [layer, nn.Tanh()]
+        layers += [linear(weight, bias, dtype), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
+
+
+def linear(
+    weight: np.ndarray, bias: np.ndarray | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Linear:
+    """A layer with these parameters."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(weight))
+        if bias is not None:
+            layer.bias.copy_(torch.from_numpy(bias))
+    return layer
 
 
 def parameters_of(arrays: Values) -> list[np.ndarray]:
@@ -170,6 +178,24 @@ def explain_gradient(
     if world_size != 2 and agrees(got, mean_grad * world_size / 2):
         return "That is the sum divided by 2: is the number of ranks written into the code?"
     return ""
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],
+    after_step: Callable[[], object] = lambda: None,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Trains a float64 model on one batch (x, y) per step; final parameters and all losses."""
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double())
+        loss.backward()
+        optimizer.step()
+        after_step()
+        losses.append(loss.item())
+    return [p.detach().numpy() for p in model.parameters()], np.array(losses)
 
 
 def train(arrays: Values, batches: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], lr: float):

@@ -24,14 +24,14 @@ from autograder.criteria.common.emulated import (
     even_cluster,
     holds_run,
     is_compute,
-    seconds_since,
+    local_gradients,
+    seconds_each,
 )
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab1_ddp.network import make_model, wrap
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
-from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
 
 BATCH, STEPS = 4, 3
@@ -222,14 +222,7 @@ def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
     """For each step this rank's own gradients, in float64, with the rank's secret factors."""
     inputs = case.inputs[rank]
     model = make_model(inputs, PlanChannel(case.plan, rank), range(inputs["layers"]))
-    steps = []
-    for number in range(STEPS * len(inputs["runs"])):
-        step = number % STEPS
-        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).double() for k in "xy")
-        model.zero_grad()
-        oracle.mse(model(x), y).backward()
-        steps.append([oracle.grad_of(p) for p in model.parameters()])
-    return steps
+    return local_gradients(model, inputs, [*range(STEPS)] * len(inputs["runs"]))
 
 
 def _runs(case: Case) -> int:
@@ -375,6 +368,5 @@ def _count(steps: Sequence[_Step | Finding]) -> str:
 
 def scaling_efficiency(case: Case) -> tuple[float, float]:
     """Compute time over virtual time of all steps but the first, and seconds per step."""
-    timeline = simulate(case.trace, grading_cluster(case.world_size))
-    step_s = seconds_since(case, timeline, 1) / (STEPS - 1)
+    step_s = seconds_each(case, grading_cluster(case.world_size), 1, STEPS - 1)
     return STEP_S / step_s, step_s

@@ -27,14 +27,13 @@ from autograder.criteria.common.emulated import (
     holds_run,
     is_compute,
     of_every_rank,
-    seconds_since,
+    seconds_each,
 )
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab2_accumulation.memory import EmulatedMemory, too_much_memory
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
-from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
 
 LAYERS, WIDTH, SAMPLES = 4, 64, 2
@@ -398,6 +397,5 @@ def judge_time(case: Case) -> list[Finding]:
 
 def scaling_efficiency(case: Case) -> tuple[float, float]:
     """Compute time over virtual time of all calls but the first, and seconds per call."""
-    timeline = simulate(case.trace, grading_cluster(case.world_size))
-    call_s = seconds_since(case, timeline, MICRO_BATCHES) / (CALLS - 1)
+    call_s = seconds_each(case, grading_cluster(case.world_size), MICRO_BATCHES, CALLS - 1)
     return MICRO_BATCHES * MICRO_BATCH_S / call_s, call_s

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autograder.criteria.common import answers
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Values
 
@@ -139,16 +140,14 @@ def find(sorted_values: np.ndarray, order: np.ndarray, wanted: np.ndarray) -> np
     return np.where(sorted_values[place] == wanted, order[place], -1)
 
 
-def finite_floats(value: Any, num_values: int) -> np.ndarray | None:
+def floats_of_shard(value: Any, num_values: int) -> np.ndarray | None:
     """A flat float64 copy of an answer that is an array of finite floats, else None.
 
     Args:
         num_values: number of values of the whole model. An array with more than twice as many is
             no shard, even with padding, and its float64 copy would be much larger.
     """
-    if not is_floats(value):
+    if not is_floats(value) or value.size > 2 * num_values:
         return None
-    if value.size > 2 * num_values:
-        return None
-    flat = value.astype(np.float64).ravel()
-    return flat if np.isfinite(flat).all() else None
+    found = answers.finite_floats(value, value.shape)
+    return None if found is None else found.ravel()

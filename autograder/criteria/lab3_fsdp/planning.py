@@ -7,47 +7,16 @@ from typing import Any
 
 from autograder.criteria.common.answers import is_close, item_of, returned
 from autograder.criteria.common.places import on_own_node
-from autograder.criteria.common.timed_collectives import TimedCollectives
+from autograder.criteria.common.timed_collectives import (
+    COLLECTIVE_S,
+    LAUNCH_S,
+    QueueingDevice,
+    TimedCollectives,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp.memory import STRATEGIES, plain, state_bytes
 
 # --- throughput ----------------------------------------------------------------------------------
-
-LAUNCH_S = 1e-4
-COLLECTIVE_S = 5e-3
-
-
-class QueueingDevice:
-    """A simulated device with a work queue and a clock; no real time passes.
-
-    It works while steps are queued, so a wait after each step costs time. Its clock begins
-    anywhere, as `time.perf_counter` does: those of two ranks cannot be compared.
-    """
-
-    def __init__(self, work_s: list[float], begin_s: float) -> None:
-        self.work_s, self.now_s, self.ready_s, self.calls = work_s, begin_s, begin_s, 0
-        self.idle = False  # synchronize() was the last that was called
-
-    def step(self) -> None:
-        """Queues the next step."""
-        self.idle = False
-        work = self.work_s[min(self.calls, len(self.work_s) - 1)]
-        self.calls += 1
-        self.now_s += LAUNCH_S
-        self.ready_s = max(self.ready_s, self.now_s) + work
-
-    def synchronize(self) -> None:
-        """Waits until the queue is empty."""
-        self.now_s = max(self.now_s, self.ready_s)
-        self.idle = True
-
-    def communicate(self) -> None:
-        """A collective after the work: it takes time that belongs to no step."""
-        self.now_s += COLLECTIVE_S * self.idle
-
-    def clock(self) -> float:
-        """Seconds."""
-        return self.now_s
 
 
 def draw_throughput(draw: Draw) -> list[Values]:
@@ -81,7 +50,7 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
     throughput, scaling_efficiency = subject
     told, calls = [], []
     for number, (warmup, repeats) in enumerate(inputs["settings"]):
-        machine = QueueingDevice(inputs["work"][number], inputs["begin"])
+        machine = QueueingDevice(inputs["work"][number], inputs["begin"], hides_early=True)
         with TimedCollectives(machine.communicate):
             result = throughput(
                 machine.step,

@@ -280,7 +280,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
         if not any(np.size(answer[f"both/{key}"]) for key in keys):
             yield Finding("the shards have no gradients.", rank)
         for key in keys:
-            first, second = (parts.finite_floats(answer.get(f"{n}/{key}"), size) for n in _ALONE)
+            first, second = (parts.floats_of_shard(answer.get(f"{n}/{key}"), size) for n in _ALONE)
             if first is None or second is None or first.shape != second.shape:
                 yield Finding(
                     "after zero_grad() and a backward a shard has no gradient, or one that is not "
@@ -291,7 +291,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
             if first.size and (not first.any() or np.array_equal(first, second)):
                 yield Finding("other data gave the same gradient, or none.", rank)
                 break
-            got = parts.finite_floats(answer[f"both/{key}"], size)
+            got = parts.floats_of_shard(answer[f"both/{key}"], size)
             scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0))
             if got is None or got.shape != first.shape:
                 yield Finding("after three backward passes: not finite numbers.", rank)
@@ -333,8 +333,8 @@ def _judge_gradients(
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for key in (k for k in answer if k.startswith("s")):
-            shard = parts.finite_floats(answer[key], flat.size)
-            grad = parts.finite_floats(answer.get("g" + key[1:]), flat.size)
+            shard = parts.floats_of_shard(answer[key], flat.size)
+            grad = parts.floats_of_shard(answer.get("g" + key[1:]), flat.size)
             if shard is None or grad is None or grad.shape != shard.shape:
                 findings.append(
                     Finding(

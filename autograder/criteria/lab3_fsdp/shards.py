@@ -74,7 +74,7 @@ def _wrong_values(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         why = ""
         for key in (k for k in answer if k[0] == "s" and k[1:].isdigit()):
-            shard = parts.finite_floats(answer[key], held.size)
+            shard = parts.floats_of_shard(answer[key], held.size)
             if shard is None:
                 why = "local_parameters: not finite fp32 numbers, or more than the model has."
                 break

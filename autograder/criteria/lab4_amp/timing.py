@@ -11,38 +11,13 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common.answers import described, is_close
-from autograder.criteria.common.timed_collectives import TimedCollectives
+from autograder.criteria.common.timed_collectives import (
+    COLLECTIVE_S,
+    LAUNCH_S,
+    QueueingDevice,
+    TimedCollectives,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-
-LAUNCH_S = 1e-4  # the time that the program needs to queue a step
-COLLECTIVE_S = 5e-3
-
-
-class QueueingDevice:
-    """A simulated device that queues each step and executes it later; all times are drawn."""
-
-    def __init__(self, work_s: np.ndarray) -> None:
-        self.work_s, self.calls = work_s, 0
-        self.now = self.ready = 100.0
-
-    def step(self) -> None:
-        """Queues one step's work."""
-        self.now += LAUNCH_S
-        work = float(self.work_s[min(self.calls, len(self.work_s) - 1)])
-        self.ready = max(self.ready, self.now) + work
-        self.calls += 1
-
-    def synchronize(self) -> None:
-        """Waits until the queue is empty."""
-        self.now = max(self.now, self.ready)
-
-    def communicate(self) -> None:
-        """A collective, which takes time that belongs to no step."""
-        self.now += COLLECTIVE_S
-
-    def clock(self) -> float:
-        """The simulated time in seconds."""
-        return self.now
 
 
 def draw_timing(draw: Draw) -> list[Values]:

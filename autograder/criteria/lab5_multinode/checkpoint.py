@@ -311,15 +311,11 @@ def _deaths(path: Any, folder: Path, inputs: Values, keep: int) -> list[Any]:
     for step in steps[:keep]:
         module.save_checkpoint(before, step, state_of(inputs, step), keep=keep)
 
-    def afresh() -> None:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(before, place)
-
     def save(step: int) -> None:
         module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
 
     seen: list[Any] = []
-    for death in deaths(lambda: save(steps[keep]), afresh):
+    for death in deaths(lambda: save(steps[keep]), before, place):
         there, later = steps_in(place), None
         if steps[keep] in there:  # without it, ckpt_atomic looks at what the next save does
             module = load_file(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import tempfile
 import zlib
@@ -57,10 +56,6 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
                 raise
             return {"elsewhere": describe(error, path)}
 
-        def afresh() -> None:
-            shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(before, place)
-
         answer: Values = {}
         for what, step in (("new", third), ("again", second)):
             state = state_of(inputs, step + 1) | {"at": step}  # a state not saved before
@@ -70,7 +65,7 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
                     module.save_checkpoint(place, step, state, keep=MANY)
 
             answer[what] = []
-            for death in deaths(save, afresh):
+            for death in deaths(save, before, place):
                 left = _after(death, place, before, {step: state}, path, inputs)
                 answer[what].append(left)
                 if left.get("failed"):

@@ -8,7 +8,6 @@ Each criterion checks only its own part of the state and ignores whether other p
 
 from __future__ import annotations
 
-import contextlib
 import io
 import random
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torch import nn
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, item_of, plain
 from autograder.criteria.common.places import on_two_nodes
+from autograder.criteria.common.resumed import load_plain, own_random_numbers, saved
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (5, 7, 2)
@@ -108,34 +108,11 @@ def _through_a_file(state: Any, context: Context, *, strict: bool) -> Any:
     Raises:
         TypeError: with `strict`, if the state holds more than tensors and plain values.
     """
-    data: list[Any] = [None]
-    if context.rank == 0:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        data = [buffer.getvalue()]
+    data: list[Any] = [saved(state) if context.rank == 0 else None]
     dist.broadcast_object_list(data, src=0)
-    file = io.BytesIO(data[0])
-    if not strict:
-        return torch.load(file, map_location="cpu", weights_only=False)
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            "the state must hold only tensors, numbers, text, None, lists, tuples and dicts, so "
-            f"that torch.load(…, weights_only=True) reads it: {str(error)[:300]}"
-        ) from None
-
-
-@contextlib.contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Restores the random states on exit, so that the notebook's random numbers are unaffected."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+    if strict:
+        return load_plain(data[0], "the state")
+    return torch.load(io.BytesIO(data[0]), map_location="cpu", weights_only=False)
 
 
 def _hand(model: nn.Module) -> list[torch.Tensor]:
@@ -172,7 +149,7 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
     """Losses, learning rates and final model tensors, with and without a break."""
     collect_state, restore_state = functions
     x, y = (torch.from_numpy(inputs[k]).double().to(context.device) for k in "xy")
-    with _own_random_numbers():
+    with own_random_numbers():
         one = _training(inputs, inputs["settings"], context.device)
         _change_decay(one, inputs["settings"])
         _run(one, x, y, BEFORE)
@@ -317,7 +294,7 @@ def _seed(seeds: list[int]) -> None:
 def observe_rng(functions: Any, inputs: Values, context: Context) -> Values:
     """The random numbers drawn after collect_state, and those drawn after restore_state."""
     collect_state, restore_state = functions
-    with _own_random_numbers():
+    with own_random_numbers():
         one = _training(inputs, inputs["settings"], context.device)
         two = _training(inputs, inputs["settings"], context.device)
         _seed(inputs["seeds"])
@@ -402,7 +379,7 @@ def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
     """The step number and the next samples, with and without a break."""
     collect_state, restore_state = functions
     answer: Values = {"whole": [], "resumed": []}
-    with _own_random_numbers():
+    with own_random_numbers():
         for taken in inputs["taken"]:
             one = _training(inputs, inputs["settings"], context.device)
             two = _training(inputs, inputs["settings"], context.device)

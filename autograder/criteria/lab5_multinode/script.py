@@ -79,19 +79,11 @@ def expected_training(
     model = oracle.mlp(inputs, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=job["lr"] * factor, momentum=MOMENTUM)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10 / (10 + step))
-    losses = []
-    for step in range(job["steps"]):
-        first = step * job["batch-size"]
-        rows = slice(first, first + job["batch-size"] // part)
-        x, y = (torch.from_numpy(inputs[k][rows]).double() for k in "xy")
-        optimizer.zero_grad()
-        loss = oracle.mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        if scheduled:
-            scheduler.step()
-        losses.append(loss.item())
-    return [p.detach().numpy() for p in model.parameters()], np.array(losses)
+    size = job["batch-size"]
+    rows = [slice(n * size, n * size + size // part) for n in range(job["steps"])]
+    batches = ((inputs["x"][r], inputs["y"][r]) for r in rows)
+    after_step = scheduler.step if scheduled else lambda: None
+    return oracle.fit(model, optimizer, batches, after_step)
 
 
 def judge_script(case: Case) -> list[Finding]:

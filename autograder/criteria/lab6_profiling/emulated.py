@@ -24,7 +24,6 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.buckets import best_plan, fill_buckets, step_seconds
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
-from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
 
 LAYERS, BATCH, STEPS = 16, 2, 3
@@ -154,29 +153,19 @@ def grading_cluster(values: Values, world_size: int) -> Cluster:
 
 
 def _charged_model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for i in range(LAYERS):
-        weight = torch.from_numpy(inputs[f"p{i}"])
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)
-        with torch.no_grad():
-            linear.weight.copy_(weight)
-        layers.append(nn.Sequential(linear, nn.Tanh()))
-    return emulated.charge(layers, channel)
-
-
-def _train(model: nn.Module, inputs: Values, finish: Any, dtype: torch.dtype) -> None:
-    for step in range(STEPS):
-        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(dtype) for k in "xy")
-        model.zero_grad()
-        oracle.mse(model(x), y).backward()
-        finish()
+    linears = (oracle.linear(inputs[f"p{i}"], dtype=dtype) for i in range(LAYERS))
+    return emulated.charge((nn.Sequential(linear, nn.Tanh()) for linear in linears), channel)
 
 
 def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Values:
     """Trains with the drawn plan."""
     model = _charged_model(inputs, context.broker, torch.float32)
     buckets = buckets_class(model, [list(bucket) for bucket in inputs["plan"]])
-    _train(model, inputs, buckets.finish, torch.float32)
+    for step in range(STEPS):
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]) for k in "xy")
+        model.zero_grad()
+        oracle.mse(model(x), y).backward()
+        buckets.finish()
     return {"done": True}
 
 
@@ -201,14 +190,7 @@ def _all_reduces(case: Case, rank: int, step: int) -> list[Collective] | Finding
 def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
     """For each step this rank's own gradients, in float64, with the factors that it received."""
     model = _charged_model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
-    found: list[list[np.ndarray]] = []
-    _train(
-        model,
-        case.inputs[rank],
-        lambda: found.append([oracle.grad_of(p) for p in model.parameters()]),
-        torch.float64,
-    )
-    return found
+    return emulated.local_gradients(model, case.inputs[rank], range(STEPS))
 
 
 def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool:
@@ -401,5 +383,5 @@ def _holds(payload: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
 
 def seconds_per_step(case: Case) -> float:
     """Mean virtual seconds of a step, without the first step."""
-    timeline = simulate(case.trace, grading_cluster(case.inputs[0], case.world_size))
-    return emulated.seconds_since(case, timeline, 1) / (STEPS - 1)
+    cluster = grading_cluster(case.inputs[0], case.world_size)
+    return emulated.seconds_each(case, cluster, 1, STEPS - 1)

@@ -47,18 +47,26 @@ def _shuffled(rng: np.random.Generator, spans: list[Span]) -> list[Span]:
     return [spans[i] for i in rng.permutation(len(spans))]
 
 
-def _draw(draw: Draw, make: Callable[..., tuple[list[Span], float, float]]) -> list[Values]:
-    """`CASES` traces per rank, each with a window; all spans of a trace are of that rank."""
+def _draw(draw: Draw, make: Callable[..., list[Span]]) -> list[Values]:
+    """`CASES` traces per rank, each with a window; all spans of a trace are of that rank.
+
+    Args:
+        make: the spans, from a generator, the trace's number, and the end of a window from 0 on.
+    """
     inputs = []
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), Values(windows=[])
         for number in range(CASES):
-            spans, start, end = make(rng, number)
+            end = float(rng.uniform(0.05, 5.0))
+            spans = make(rng, number, end)
+            shift = float(rng.uniform(0, 50))
             # One trace has gaps of microseconds, as between the kernels of a GPU: they count, too.
             unit = 1e-4 if number == 3 else 1.0
-            start, end = start * unit, end * unit
-            spans = [Span(rank, s.kind, s.name, s.start * unit, s.end * unit) for s in spans]
-            values["windows"].append([start, end])
+            spans = [
+                Span(rank, s.kind, s.name, (s.start + shift) * unit, (s.end + shift) * unit)
+                for s in spans
+            ]
+            values["windows"].append([shift * unit, (shift + end) * unit])
             values |= pack(_shuffled(rng, spans), str(number))
         inputs.append(values)
     return inputs
@@ -67,8 +75,7 @@ def _draw(draw: Draw, make: Callable[..., tuple[list[Span], float, float]]) -> l
 def draw_utilisation(draw: Draw) -> list[Values]:
     """Two streams that compute at once, nested kernels, and a window that cuts some kernels."""
 
-    def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
-        end = float(rng.uniform(0.05, 5.0))
+    def make(rng: np.random.Generator, number: int, end: float) -> list[Span]:
         spans = _row(rng, "compute", -0.3 * end, 1.3 * end, 9)
         spans += _row(rng, "compute", -0.3 * end, 1.3 * end, 6)
         spans.append(Span(0, "compute", draw_name(rng), -0.1 * end, 0.1 * end))
@@ -83,8 +90,7 @@ def draw_utilisation(draw: Draw) -> list[Values]:
         if number == CASES - 1:  # nothing at all happens at both ends of the window
             spans = [s for s in spans if s.start > 0.1 * end and s.end < 0.9 * end]
             spans += _row(rng, "compute", 0.3 * end, 0.6 * end, 2)
-        shift = float(rng.uniform(0, 50))
-        return _moved(spans, shift), shift, shift + end
+        return spans
 
     return _draw(draw, make)
 
@@ -92,8 +98,7 @@ def draw_utilisation(draw: Draw) -> list[Values]:
 def draw_overlap(draw: Draw) -> list[Values]:
     """Communication that is hidden fully, partly or not at all; or none, here or anywhere."""
 
-    def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
-        end = float(rng.uniform(0.05, 5.0))
+    def make(rng: np.random.Generator, number: int, end: float) -> list[Span]:
         spans = _row(rng, "compute", -0.2 * end, 0.7 * end, 4 if number else 7)
         spans += _row(rng, "compute", -0.2 * end, 0.7 * end, 3)  # a second stream
         if number == CASES - 1:  # one long computation hides all communication
@@ -109,8 +114,7 @@ def draw_overlap(draw: Draw) -> list[Values]:
             spans += _row(rng, "communication", 1.1 * end, 1.3 * end, 2)  # not in the window
         for kind in ("copy", "loader", "host"):
             spans += _row(rng, kind, 0, end, 2)
-        shift = float(rng.uniform(0, 50))
-        return _moved(spans, shift), shift, shift + end
+        return spans
 
     return _draw(draw, make)
 
@@ -118,8 +122,7 @@ def draw_overlap(draw: Draw) -> list[Values]:
 def draw_breakdown(draw: Draw) -> list[Values]:
     """Spans of all kinds, overlapping and alone."""
 
-    def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
-        end = float(rng.uniform(0.05, 5.0))
+    def make(rng: np.random.Generator, number: int, end: float) -> list[Span]:
         spans = [span for kind in KINDS for span in _row(rng, kind, 0.05 * end, 0.9 * end, 4)]
         # For every kind, one span begins before the window, and one span lies outside the window.
         for place, kind in enumerate(KINDS):
@@ -131,8 +134,7 @@ def draw_breakdown(draw: Draw) -> list[Values]:
             spans = []
         if number == CASES - 1:  # nothing happens at both ends of the window, nor beyond them
             spans = [s for s in spans if s.start > 0 and s.end < end]
-        shift = float(rng.uniform(0, 50))
-        return _moved(spans, shift), shift, shift + end
+        return spans
 
     return _draw(draw, make)
 
@@ -160,10 +162,6 @@ def draw_export(draw: Draw) -> list[Values]:
                 spans.append(Span(r + 2, str(kind), shared, begin, begin + 0.2))
         inputs.append(pack(_shuffled(rng, spans), "0"))
     return inputs
-
-
-def _moved(spans: list[Span], shift: float) -> list[Span]:
-    return [Span(s.rank, s.kind, s.name, s.start + shift, s.end + shift) for s in spans]
 
 
 # --- observe -------------------------------------------------------------------------------------
