@@ -1892,6 +1892,30 @@ claim(
 )
 
 # %% [markdown]
+# ### A buffer that is used again too early
+#
+# With `async_op=True` a collective returns before anything has left. Who packs the next bucket into
+# the same buffer now changes what the network has yet to read. gloo and NCCL do not notice, and
+# often it goes well: in tests, that is, where messages are small. The emulated cluster looks.
+
+
+# %%
+# %%rank 0
+def reuse_too_early():
+    buffer = torch.ones(4)
+    work = dist.all_reduce(buffer, async_op=True)
+    buffer.fill_(7.0)  # the next bucket; mended: behind the next line, or in another buffer
+    work.wait()
+
+
+text = attempt(reuse_too_early, emulate.run, emulate.clusters.pcie_a100(2))
+claim(
+    "the emulated cluster says which tensor was written to",
+    "all_reduce(float32[4]) was under way when" in text,
+    True,
+)
+
+# %% [markdown]
 # ### Mixed dtypes
 #
 # `torch.tensor([rank])` holds an integer, `torch.zeros(1)` a float. A lesson gathers one into the
