@@ -8,15 +8,15 @@ from autograder.criteria.common.withheld import OWN_DDP, TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.later import Later, later
 
-buckets, meet, state, steps, train = later(
-    "autograder.criteria.bonus_debug_ddp", "buckets meet state steps train"
+buckets, meet, single_steps, state, train = later(
+    "autograder.criteria.bonus_debug_ddp", "buckets meet single_steps state train"
 )
 charge_plan = Later("autograder.criteria.common.emulated.charge_plan")
 
 _train = partial(
     Criterion, task="Case 1, a script with four bugs", observe=train.observe, deadline_s=30.0
 )
-_step = partial(Criterion, task="Case 2, the ranks agree", observe=steps.observe_step)
+_step = partial(Criterion, task="Case 2, the ranks agree", observe=single_steps.observe_step)
 _bucket = partial(
     Criterion,
     task="Case 3, gradients in buckets",
@@ -28,13 +28,13 @@ _bucket = partial(
 _accumulate = partial(
     Criterion,
     task="Case 4, half the learning rate",
-    draw=steps.draw_accumulate,
-    observe=steps.observe_accumulate,
+    draw=single_steps.draw_accumulate,
+    observe=single_steps.observe_accumulate,
 )
 _amp = partial(
     Criterion,
     task="Case 5, a scaler of our own",
-    observe=steps.observe_scaled,
+    observe=single_steps.observe_scaled,
 )
 _broadcast = partial(
     Criterion,
@@ -103,11 +103,11 @@ LAB = Lab(
         ),
         _step(
             name="debug_step_adam", title="average gradients, not weights", points=6,
-            draw=steps.draw_adam, judge=steps.judge_adam,
+            draw=single_steps.draw_adam, judge=single_steps.judge_adam,
         ),
         _step(
             name="debug_step_mean", title="the mean, whatever the number of ranks", points=4,
-            draw=steps.draw_sgd, judge=steps.judge_sgd,
+            draw=single_steps.draw_sgd, judge=single_steps.judge_sgd,
         ),
         _bucket(
             name="debug_bucket_tail", title="the last bucket travels too", points=5,
@@ -119,19 +119,19 @@ LAB = Lab(
         ),
         _accumulate(
             name="debug_accumulate_scale", title="divided by the ranks once", points=5,
-            judge=steps.judge_accumulate,
+            judge=single_steps.judge_accumulate,
         ),
         _accumulate(
             name="debug_accumulate_loss", title="a loss of all ranks, not of rank 0", points=3,
-            judge=steps.judge_loss,
+            judge=single_steps.judge_loss,
         ),
         _amp(
             name="debug_amp_order", title="unscaled by the scale that it was scaled with",
-            points=6, draw=steps.draw_scaler, judge=steps.judge_scaler,
+            points=6, draw=single_steps.draw_scaler, judge=single_steps.judge_scaler,
         ),
         _amp(
             name="debug_amp_clip", title="the true gradient is clipped", points=5,
-            draw=steps.draw_clip, judge=steps.judge_clip,
+            draw=single_steps.draw_clip, judge=single_steps.judge_clip,
         ),
         _broadcast(
             name="debug_broadcast_buffers", title="buffers are state too", points=5,

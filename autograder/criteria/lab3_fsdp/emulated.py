@@ -31,7 +31,7 @@ from autograder.criteria.common.emulated import (
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
-from autograder.criteria.lab3_fsdp.steps import (
+from autograder.criteria.lab3_fsdp.sharded_steps import (
     FACTOR,
     LAYERS,
     STEPS,

@@ -7,7 +7,7 @@ from typing import Any
 from autograder.criteria.common.emulated import even_cluster
 from autograder.criteria.criterion import Case, Finding
 from autograder.criteria.lab3_fsdp.emulated import BACKWARD_S, FORWARD_S
-from autograder.criteria.lab3_fsdp.steps import (
+from autograder.criteria.lab3_fsdp.sharded_steps import (
     LAYERS,
     STEPS,
     UNIT_NUMEL,
