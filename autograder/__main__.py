@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import argcomplete
 from rich.console import Console
 
-from autograder.cli import collect, grade, later, prepare, watch
+from autograder.cli import besides_grading, collect, grade, prepare, watch
 from autograder.cli.arguments import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_codes
 from autograder.course.course import CourseError
 from minidist import __version__
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     collect.add_command(commands)
     grade.add_command(commands)
     watch.add_command(commands)
-    later.add_commands(commands)
+    besides_grading.add_commands(commands)
     return parser
 
 

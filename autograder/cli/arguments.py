@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXCHANGE = "exchange"  # for `watch`, in place of a folder
 # What 1 says of a command; of every one it says that the machine failed: a full disk, say.
 FAILURES = {
     "init": "",
@@ -33,6 +34,29 @@ def exit_codes() -> list[tuple[int, str]]:
         (EXIT_USAGE, "refused, and why is told: wrong usage, or what was given cannot be taken"),
         (EXIT_INTERRUPTED, "interrupted; what was graded is kept"),
     ]
+
+
+def add_how_to_grade(command: argparse.ArgumentParser) -> None:
+    """Adds what `grade` and `watch` ask alike: how many at once, where, and in which sandbox."""
+    command.add_argument(
+        "--jobs",
+        type=positive,
+        help="submissions at once (default: what cores and GPUs are enough for)",
+    )
+    command.add_argument(
+        "--executor",
+        choices=("pool", "slurm", "local"),
+        default="pool",
+        help="processes of this one (default), jobs of a Slurm cluster ([slurm] in course.toml), "
+        "or the same jobs without Slurm",
+    )
+    add_trusted(command, "grade")
+
+
+def add_trusted(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--trusted", action="store_true", help=f"{what} without a sandbox where there is none"
+    )
 
 
 def positive(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from autograder.batch import pool
-from autograder.cli.arguments import positive, writable
+from autograder.cli.arguments import add_how_to_grade, positive, writable
 from autograder.cli.installation import check_installation
 from autograder.course.course import Course
 from autograder.criteria import lab_names
@@ -32,22 +32,8 @@ def add_command(commands: Any) -> None:
     )
     grade.add_argument("--lab", required=True, choices=lab_names())
     grade.add_argument("--ranks", type=positive, help="number of ranks (default: the lab's)")
-    grade.add_argument(
-        "--jobs",
-        type=positive,
-        help="submissions at once (default: what cores and GPUs are enough for)",
-    )
-    grade.add_argument(
-        "--executor",
-        choices=("pool", "slurm", "local"),
-        default="pool",
-        help="processes of this one (default), jobs of a Slurm cluster ([slurm] in course.toml), "
-        "or the same jobs without Slurm",
-    )
+    add_how_to_grade(grade)
     grade.add_argument("--json", type=writable, metavar="FILE", help="write all records as JSON")
-    grade.add_argument(
-        "--trusted", action="store_true", help="grade without a sandbox where there is none"
-    )
     grade.add_argument("--example", action="store_true", help="grade the bundled example class")
     grade.add_argument(
         "--no-gradebook", action="store_true", help="leave nbgrader's gradebook and feedback alone"

@@ -183,7 +183,7 @@ class GradeCommand:
             feedback = fill.fill_gradebook(submissions, records, self.class_run, settled, nbgrader)
             students = [submission.student for submission in submissions]
             self.late = late_students(self.course, self.lab.name, students)
-        self.files += [feedback, self.course.build / "nbgrader" / "gradebook.db"]
+        self.files += [feedback, self.course.nbgrader / "gradebook.db"]
 
     def close(self) -> None:
         """Ends nbgrader's process, if it was begun and nothing was filled in."""

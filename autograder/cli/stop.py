@@ -1,4 +1,4 @@
-"""What the two halves of `autograder watch` share: how it is asked to end, and a word."""
+"""How `autograder watch` is asked to end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 from types import FrameType
 
-EXCHANGE = "exchange"  # in place of a folder
 _NAP_S = 0.2
 
 

@@ -21,9 +21,9 @@ from rich.console import Console
 
 from autograder.batch import pool
 from autograder.batch.slurm.signals import handling
-from autograder.cli.arguments import EXIT_FAILED, EXIT_OK, positive
+from autograder.cli.arguments import EXCHANGE, EXIT_FAILED, EXIT_OK, add_how_to_grade, positive
 from autograder.cli.installation import check_installation
-from autograder.cli.stop import EXCHANGE, Stop
+from autograder.cli.stop import Stop
 from autograder.course.course import Course, CourseError
 from autograder.criteria import lab_names
 from autograder.plain_text import say
@@ -76,13 +76,7 @@ def add_command(commands: Any) -> None:
         help="a file that has changed within these seconds may still be being written (default: "
         f"{SETTLE_S:g})",
     )
-    watch.add_argument("--jobs", type=positive, help="submissions at once, as for `grade`")
-    watch.add_argument(
-        "--executor", choices=("pool", "slurm", "local"), default="pool", help="as for `grade`"
-    )
-    watch.add_argument(
-        "--trusted", action="store_true", help="grade without a sandbox where there is none"
-    )
+    add_how_to_grade(watch)
     watch.set_defaults(run=_watch)
 
 

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from autograder.cli.arguments import EXCHANGE
 from autograder.cli.grade_steps import GradeCommand
-from autograder.cli.stop import EXCHANGE, Stop
+from autograder.cli.stop import Stop
 from autograder.course.calendar import say_time
 from autograder.course.course import Course, CourseError
 from autograder.criteria.criterion import Status
 from autograder.gradebook.exchange import Exchange
 from autograder.gradebook.incoming import Inbox, Incoming, Look, identity_of, same_but_for_content
-from autograder.gradebook.returning import Beside, Outbox, ToExchange, feedback_page
+from autograder.gradebook.returning import Beside, Outbox, ToExchange
 from autograder.gradebook.watching import Students, waits_for_its_turn, waits_for_us
 from autograder.plain_text import clean, first_line, say
 from autograder.records.record import Record
@@ -90,7 +91,7 @@ class LabWatch:
                 f"there is no folder {folder}: expected one with STUDENT/{lab}.ipynb, or the word "
                 f"{EXCHANGE}"
             )
-        if folder.is_relative_to(course.build / "nbgrader") and options.feedback is None:
+        if folder.is_relative_to(course.nbgrader) and options.feedback is None:
             raise ValueError(
                 f"{folder} is nbgrader's own: name a folder for the pages with --feedback, or "
                 f"watch the {EXCHANGE}"
@@ -235,13 +236,13 @@ class LabWatch:
 
     def _identity_after(self, each: Incoming) -> str:
         """nbgrader's folder gets a readable stand-in of what is no notebook: that is not new."""
-        if not each.source.is_relative_to(self.course.build / "nbgrader"):
+        if not each.source.is_relative_to(self.course.nbgrader):
             return each.identity
         now = identity_of(each.source)
         return now if same_but_for_content(now, each.identity) else each.identity
 
     def _lacks_page(self, each: Incoming) -> str:
-        page = feedback_page(self.course, self.lab, each.student)
+        page = self.course.feedback_page(self.lab, each.student)
         return "" if page.is_file() else f"there is no {page}"
 
     def _hold(self, each: Incoming, until: float) -> None:

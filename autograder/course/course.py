@@ -70,6 +70,15 @@ class Course:
         """Path of the append-only record of every verdict."""
         return self.build / "journal.jsonl"
 
+    @property
+    def nbgrader(self) -> Path:
+        """nbgrader's own folder: submissions, gradebook and feedback."""
+        return self.build / "nbgrader"
+
+    def feedback_page(self, lab: str, student: str) -> Path:
+        """Path of the page that nbgrader makes."""
+        return self.nbgrader / "feedback" / student / lab / f"{lab}.html"
+
     def master(self, lab: str) -> NotebookNode:
         """The notebook that students were given.
 

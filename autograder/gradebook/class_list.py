@@ -9,9 +9,9 @@ import difflib
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-from autograder.gradebook.database import same_name
+from autograder.gradebook.database import Person, same_name
 from autograder.gradebook.handed_in import Owner
-from autograder.gradebook.roster import Person, may_be_id
+from autograder.gradebook.roster import may_be_id
 from autograder.submission.find import display_name
 
 _NEAR = 3  # names that are proposed

@@ -18,11 +18,17 @@ from autograder.course.calendar import say_time
 from autograder.course.course import Course
 from autograder.course.times import as_utc
 from autograder.gradebook.class_list import ClassList
-from autograder.gradebook.database import TIMESTAMP, gradebook_path, open_gradebook
+from autograder.gradebook.database import (
+    TIMESTAMP,
+    Person,
+    gradebook_path,
+    in_gradebook,
+    open_gradebook,
+)
 from autograder.gradebook.downloads import Download, read_download
 from autograder.gradebook.handed_in import HandedIn
 from autograder.gradebook.late import due_date, read_extensions
-from autograder.gradebook.roster import Person, Roster
+from autograder.gradebook.roster import Roster
 from autograder.gradebook.unpack import WORK, DownloadError, open_download
 from autograder.submission.find import Found, display_name, find_submissions
 
@@ -100,17 +106,7 @@ def _in_gradebook(course: Course) -> list[Person]:
     if not gradebook_path(course).is_file():
         return []
     with open_gradebook(course) as book:
-        return [
-            Person(
-                line=0,
-                id=str(each.id),
-                first_name=str(each.first_name or ""),
-                last_name=str(each.last_name or ""),
-                email=str(each.email or ""),
-                lms_id=str(each.lms_user_id or ""),
-            )
-            for each in book.db.query(Student)
-        ]
+        return [in_gradebook(each) for each in book.db.query(Student)]
 
 
 def _by_student(

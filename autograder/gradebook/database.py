@@ -25,7 +25,7 @@ TIMESTAMP = "timestamp.txt"  # nbgrader's file beside a notebook, with the time 
 
 def gradebook_path(course: Course) -> Path:
     """The database that `nbgrader_config.py` names."""
-    return course.build / "nbgrader" / "gradebook.db"
+    return course.nbgrader / "gradebook.db"
 
 
 def put_alembic_on_path() -> None:
@@ -72,6 +72,45 @@ def same_name(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Person:
+    """One line of a class list; missing values are empty."""
+
+    line: int
+    id: str
+    first_name: str = ""
+    last_name: str = ""
+    email: str = ""
+    lms_id: str = ""
+    sis_user_id: str = ""
+    sis_login_id: str = ""
+    section: str = ""
+    github: str = ""
+    group: str = ""
+
+    def names(self) -> set[str]:
+        """All names that can identify this person in a gradebook.
+
+        An LMS's number for a user may look like a student number of a different person. So it gets
+        the prefix "LMS"; no other name has capital letters.
+        """
+        all_ = (self.id, self.email, self.sis_user_id, self.sis_login_id)
+        names = {same_name(name) for name in all_ if name}
+        return names | ({f"LMS {same_name(self.lms_id)}"} if self.lms_id else set())
+
+
+def in_gradebook(student: Any) -> Person:
+    """What nbgrader knows about a student."""
+    return Person(
+        line=0,
+        id=str(student.id),
+        first_name=str(student.first_name or ""),
+        last_name=str(student.last_name or ""),
+        email=str(student.email or ""),
+        lms_id=str(student.lms_user_id or ""),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One graded cell of one submission."""
 
@@ -94,11 +133,7 @@ class Grade:
         max_score: full marks; reflections and extra points come on top, see `full_marks`.
     """
 
-    student: str
-    first_name: str
-    last_name: str
-    email: str
-    lms_id: str
+    person: Person
     submitted: bool
     score: float = 0.0
     penalty: float = 0.0
@@ -106,14 +141,14 @@ class Grade:
     cells: tuple[Cell, ...] = ()
 
     @property
+    def student(self) -> str:
+        """The student's name in the gradebook."""
+        return self.person.id
+
+    @property
     def needs_person(self) -> bool:
         """Whether a person still has to grade something."""
         return any(cell.needs_person for cell in self.cells)
-
-    def names(self) -> set[str]:
-        """All names that can identify this student in a class list; see `Person.names`."""
-        names = {same_name(name) for name in (self.student, self.email) if name}
-        return names | ({f"LMS {same_name(self.lms_id)}"} if self.lms_id else set())
 
 
 def handed_in_at(notebook: Path) -> str:
@@ -193,11 +228,7 @@ def read_grades(book: Gradebook, lab: str) -> list[Grade]:
             }
         grades.append(
             Grade(
-                student=str(student.id),
-                first_name=str(student.first_name or ""),
-                last_name=str(student.last_name or ""),
-                email=str(student.email or ""),
-                lms_id=str(student.lms_user_id or ""),
+                person=in_gradebook(student),
                 submitted=submission is not None,
                 max_score=max_score(assignment),
                 **about,

@@ -82,7 +82,7 @@ class Exchange:
                 f"{self.inbound} cannot be read: `nbgrader release_assignment LAB` makes it; "
                 "c.Exchange.root in nbgrader_config.py says where the exchange is"
             )
-        self.submitted = course.build / "nbgrader" / "submitted"
+        self.submitted = course.nbgrader / "submitted"
         self._collected: dict[str, set[str]] = {}  # lab -> names of folders
         self._failed: dict[str, tuple[set[str], float]] = {}  # and when to try again
 
@@ -128,7 +128,7 @@ class Exchange:
         Raises:
             CourseError: nbgrader failed.
         """
-        everybody = [each.name for each in (self.course.build / "nbgrader" / "feedback").iterdir()]
+        everybody = [each.name for each in (self.course.nbgrader / "feedback").iterdir()]
         others = sorted(name for name in everybody if name not in students and "," not in name)
         but = f"--CourseDirectory.student_id_exclude={','.join(others)}"
         with NbGrader(self.course) as nbgrader:

@@ -49,7 +49,7 @@ def begin_nbgrader(course: Course, lab: str) -> NbGrader:
     """Starts nbgrader, which takes the lab into its gradebook meanwhile: that needs no verdicts."""
     # nbgrader deletes a release before it writes the new one, and may fail in between. So it gets
     # its own release folder, and not the one with the students' notebooks.
-    release = course.build / "nbgrader" / "release"
+    release = course.nbgrader / "release"
     nbgrader = NbGrader(course)
     nbgrader.begin(
         "generate_assignment", lab, "--force", f"--CourseDirectory.release_directory={release}"
@@ -78,7 +78,7 @@ def fill_gradebook(
         CourseError: nbgrader failed; the message has the end of what it said.
     """
     course, lab = class_run.course, class_run.lab_name
-    made = course.build / "nbgrader"
+    made = course.nbgrader
     ours = {submission.student for submission in submissions}
     for submission, record in zip(submissions, records, strict=True):
         target = made / "submitted" / submission.student / lab / f"{lab}.ipynb"

@@ -21,8 +21,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autograder.gradebook.database import Grade
-from autograder.gradebook.roster import Person
+from autograder.gradebook.database import Grade, Person
 from autograder.plain_text import clean, spreadsheet
 
 

@@ -18,7 +18,7 @@ from autograder.criteria import get_lab, lab_names
 from autograder.criteria.criterion import Status
 from autograder.files import write_whole
 from autograder.gradebook import not_graded
-from autograder.gradebook.database import Grade, graded_labs, open_gradebook, read_grades
+from autograder.gradebook.database import Grade, Person, graded_labs, open_gradebook, read_grades
 from autograder.gradebook.lms_files import (
     Column,
     Line,
@@ -29,7 +29,7 @@ from autograder.gradebook.lms_files import (
     write_moodle,
     write_table,
 )
-from autograder.gradebook.roster import Person, Roster
+from autograder.gradebook.roster import Roster
 from autograder.records.grading import latest, read_history
 from autograder.submission.intake import sha256_of
 
@@ -175,7 +175,7 @@ def _lines(
         for grade in all_:
             by_student.setdefault(grade.student, {})[lab] = grade
     if roster is None:
-        people = [_person(next(iter(of.values()))) for of in by_student.values()]
+        people = [next(iter(of.values())).person for of in by_student.values()]
         people.sort(key=lambda p: (p.last_name.casefold(), p.first_name.casefold(), p.id))
         return [Line(person=person, grades=by_student[person.id]) for person in people], []
     by_name: dict[str, list[Person]] = {}
@@ -185,7 +185,7 @@ def _lines(
     whose: dict[int, str] = {}
     unknown, problems = [], []
     for student, of in by_student.items():
-        names = next(iter(of.values())).names()
+        names = next(iter(of.values())).person.names()
         lines = sorted({p.line for name in names for p in by_name.get(name, ())})
         if len(lines) > 1:
             where = " and ".join(map(str, lines))
@@ -216,17 +216,6 @@ def _failed(course: Course, lab: str) -> list[str]:
     """Students whose last submission our grader could not grade; an earlier grade may be there."""
     left = not_graded.read(course, lab)
     return [name for name, why in left.items() if why.startswith(not_graded.FAILED)]
-
-
-def _person(grade: Grade) -> Person:
-    return Person(
-        line=0,
-        id=grade.student,
-        first_name=grade.first_name,
-        last_name=grade.last_name,
-        email=grade.email,
-        lms_id=grade.lms_id,
-    )
 
 
 # --- which column -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from autograder.course.course import Course
 from autograder.gradebook.exchange import Exchange, read_secret
@@ -24,22 +23,6 @@ padding: 0 1rem; color-scheme: light dark }}</style>
 <p>{text}</p>
 </html>
 """
-
-
-class Outbox(Protocol):
-    """Where students find what they are told."""
-
-    def give_back(self, incoming: Collection[Incoming]) -> dict[str, str]:
-        """Hands out the feedback pages; returns student -> why that failed."""
-        ...
-
-    def tell(self, incoming: Incoming, text: str) -> None:
-        """Tells a student why there is no feedback yet.
-
-        Raises:
-            OSError: this could not be written.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,10 +40,11 @@ class Beside:
     elsewhere: Path | None = None
 
     def give_back(self, incoming: Collection[Incoming]) -> dict[str, str]:
+        """Hands out the feedback pages; returns student -> why that failed."""
         failed = {}
         for each in incoming:
             try:
-                page = feedback_page(self.course, self.lab, each.student).read_bytes()
+                page = self.course.feedback_page(self.lab, each.student).read_bytes()
                 self._write(each, f"{self.lab}.feedback.html", page)
                 self._write(each, f"{self.lab}.waiting.html", None)
             except OSError as error:
@@ -68,6 +52,11 @@ class Beside:
         return failed
 
     def tell(self, incoming: Incoming, text: str) -> None:
+        """Tells a student why there is no feedback yet.
+
+        Raises:
+            OSError: this could not be written.
+        """
         self._write(incoming, f"{self.lab}.waiting.html", waiting_page(self.lab, text))
 
     def _write(self, incoming: Incoming, name: str, content: bytes | None) -> None:
@@ -122,9 +111,7 @@ class ToExchange:
             self.exchange.put_page(secret, self.lab, waiting_page(self.lab, text))
 
 
-def feedback_page(course: Course, lab: str, student: str) -> Path:
-    """Path of the page that nbgrader makes."""
-    return course.build / "nbgrader" / "feedback" / student / lab / f"{lab}.html"
+Outbox = Beside | ToExchange  # where students find what they are told
 
 
 def waiting_page(lab: str, text: str) -> bytes:

@@ -24,7 +24,7 @@ from pathlib import Path
 from nbgrader.api import Student
 
 from autograder.course.course import Course
-from autograder.gradebook.database import open_gradebook, same_name
+from autograder.gradebook.database import Person, open_gradebook, same_name
 
 _COLUMNS = {
     "id": (
@@ -73,33 +73,6 @@ MAX_SHOWN = 20
 
 class RosterError(ValueError):
     """The file is not a class list; the message names every line that is wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Person:
-    """One line of a class list; missing values are empty."""
-
-    line: int
-    id: str
-    first_name: str = ""
-    last_name: str = ""
-    email: str = ""
-    lms_id: str = ""
-    sis_user_id: str = ""
-    sis_login_id: str = ""
-    section: str = ""
-    github: str = ""
-    group: str = ""
-
-    def names(self) -> set[str]:
-        """All names that can identify this person in a gradebook.
-
-        An LMS's number for a user may look like a student number of a different person. So it gets
-        the prefix "LMS"; no other name has capital letters.
-        """
-        all_ = (self.id, self.email, self.sis_user_id, self.sis_login_id)
-        names = {same_name(name) for name in all_ if name}
-        return names | ({f"LMS {same_name(self.lms_id)}"} if self.lms_id else set())
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def find_settled(
     Args:
         before: student -> last grading before this one, which nbgrader may have.
     """
-    made = course.build / "nbgrader"
+    made = course.nbgrader
     if not gradebook_path(course).is_file():
         return set()
     settled = set()

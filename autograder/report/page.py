@@ -87,9 +87,9 @@ def _part(part: Part, first: int) -> list[str]:
         _slowest(records),
         "</div>",
         _matrix(part, first),
-        _left_out(part.left_out),
-        _suspicious(part.suspicious),
-        _similar(part.similar),
+        _listed(*_LEFT_OUT, list(part.left_out.items())),
+        _listed(*_SUSPICIOUS, part.suspicious),
+        _listed(*_SIMILAR, part.similar),
         "<section><h2>What went wrong, student by student</h2>",
         *(
             _details(record, number, part.feedback.get(record.student, ""))
@@ -206,33 +206,23 @@ def _matrix(part: Part, first: int) -> str:
     )
 
 
-def _left_out(names: Mapping[str, str]) -> str:
-    return _listed(
-        "Not graded",
-        "Who is in the class and has no score, here and in the gradebook.",
-        ["student", "why"],
-        list(names.items()),
-    )
-
-
-def _suspicious(rows: Sequence[Sequence[str]]) -> str:
-    return _listed(
-        "Worth a look",
-        "For a person to look at, no verdict: names that the course's own solution of the task "
-        "does without, and ranks that ended in checks.",
-        ["student", "where", "what"],
-        rows,
-    )
-
-
-def _similar(rows: Sequence[Sequence[str]]) -> str:
-    return _listed(
-        "Near-identical submissions",
-        "For a person to look at: names, comments, layout and the template are left out, and "
-        "short tasks have few right answers.",
-        ["student", "and", "in common", "cells that are the same"],
-        rows,
-    )
+_LEFT_OUT = (
+    "Not graded",
+    "Whoever is in the class and has no score, here and in the gradebook.",
+    ("student", "why"),
+)
+_SUSPICIOUS = (
+    "Worth a look",
+    "For a person to look at, no verdict: names that the course's own solution of the task does "
+    "without, and ranks that ended in checks.",
+    ("student", "where", "what"),
+)
+_SIMILAR = (
+    "Near-identical submissions",
+    "For a person to look at: names, comments, layout and the template are left out, and short "
+    "tasks have few right answers.",
+    ("student", "and", "in common", "cells that are the same"),
+)
 
 
 def _listed(title: str, note: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -89,8 +89,7 @@ def _feedback_of(course: Course, records: Sequence[Record], folder: Path) -> dic
     """Student -> address of the feedback page, seen from a page in `folder`."""
     found = {}
     for record in records:
-        lab = record.lab
-        page = course.build / "nbgrader" / "feedback" / record.student / lab / f"{lab}.html"
+        page = course.feedback_page(record.lab, record.student)
         if page.is_file():
             found[record.student] = quote(os.path.relpath(page, folder))
     return found

@@ -11,8 +11,8 @@ from made_records import make_course
 
 from autograder.__main__ import main
 from autograder.course.course import CourseError
-from autograder.gradebook.database import gradebook_path, open_gradebook, same_name
-from autograder.gradebook.roster import Person, RosterError, import_roster, read_roster
+from autograder.gradebook.database import Person, gradebook_path, open_gradebook, same_name
+from autograder.gradebook.roster import RosterError, import_roster, read_roster
 
 CANVAS = """Student,ID,SIS User ID,SIS Login ID,Section,Lab 1 (77),Final Score
 

@@ -63,7 +63,7 @@ class Class:
         for record in command.records:
             if not record.infra:
                 self.filled.append(record.student)
-                page = watch_round.feedback_page(self.course, command.lab.name, record.student)
+                page = self.course.feedback_page(command.lab.name, record.student)
                 page.parent.mkdir(parents=True, exist_ok=True)
                 page.write_text(f"feedback {len(self.filled)} for {record.student}")
 

@@ -29,7 +29,7 @@ from autograder.criteria.criterion import Case, Context, HardwareMissingError, S
 from autograder.criteria.lab3_fsdp import gpu as fsdp_gpu
 from autograder.criteria.lab4_amp import gpu
 from autograder.criteria.lab6_profiling import gpu as prof_gpu
-from autograder.gradebook.database import Cell, Grade
+from autograder.gradebook.database import Cell, Grade, Person
 from autograder.gradebook.lms_files import Column, gradescope_result
 from autograder.gradebook.preprocessors import SavePoints, verdict_output
 from autograder.proof.zoo import load_zoo
@@ -149,9 +149,9 @@ def test_extra_points_come_on_top(status, points, score):
 
 @pytest.mark.parametrize(("score", "said"), [(3.0, {}), (0.0, {"amp_gpu_speed": "1.40 times"})])
 def test_gradescope_shows_extra_points_as_what_they_are(score, said):
-    about = {"first_name": "", "last_name": "", "email": "", "lms_id": "", "submitted": True}
     cell = Cell(name="amp_gpu_speed", score=score, max_score=0.0, needs_person=False)
-    grade = Grade(student="x", score=100 + score, max_score=100.0, cells=(cell,), **about)
+    person, points = Person(line=0, id="x"), 100 + score
+    grade = Grade(person=person, submitted=True, score=points, max_score=100.0, cells=(cell,))
     column = Column(lab="lab4_amp", name="Lab 4", max_score=100.0)
     [test] = gradescope_result(grade, column, {}, said, "0" * 64)["tests"]
     assert (test["score"], test["max_score"]) == (score, 0)

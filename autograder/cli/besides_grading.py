@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
+from autograder.cli.arguments import EXIT_FAILED, EXIT_OK, add_trusted
 from autograder.course.course import Course
 from autograder.criteria import lab_names
 from autograder.plain_text import clean, say
@@ -41,9 +41,7 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument(
         "--notebook", type=Path, metavar="FILE", help="write the notebook as it was run now"
     )
-    replay.add_argument(
-        "--trusted", action="store_true", help="run without a sandbox where there is none"
-    )
+    add_trusted(replay, "run")
     replay.set_defaults(run=_replay)
 
 
