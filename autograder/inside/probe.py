@@ -88,7 +88,7 @@ def check(name: str, subject: Any = None) -> None:
     """
     __tracebackhide__ = True  # IPython leaves this function out of tracebacks
     from autograder.criteria import find_criterion
-    from autograder.criteria.common.places import on_cpu
+    from autograder.criteria.common.places import on_two_nodes
     from autograder.criteria.criterion import Context, HardwareMissingError, split
 
     _, criterion = find_criterion(name)
@@ -102,10 +102,10 @@ def check(name: str, subject: Any = None) -> None:
             _harmless_cuda_calls(),
             _world(criterion, asked.fields["case"], channels) as (device, broker),
             _standing_in(subject, _ours(criterion.stand_ins, asked.fields["ours"])) as used,
-            nullcontext() if broker is None else on_cpu(subject),
         ):
             context = Context(channels.rank, channels.world_size, device, broker)
-            values = criterion.observe(used, inputs, context)
+            with on_two_nodes(context, subject):
+                values = criterion.observe(used, inputs, context)
         answer = Message("answer", {"criterion": name, "status": "ok"})
         answer.fields["values"], answer.arrays = split(values)
     except HardwareMissingError as error:

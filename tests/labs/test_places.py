@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import types
 
-import numpy as np
 import pytest
 import torch
 
-from autograder.criteria.common.places import on_own_node, on_two_nodes
+from autograder.criteria.common.places import on_nodes
 from autograder.criteria.common.pretending import namespace
 from autograder.criteria.criterion import Context
 from minidist.device import choose_device
@@ -23,9 +22,9 @@ def seen():
 """
 
 
-@pytest.mark.parametrize("where", [on_two_nodes, on_own_node])
+@pytest.mark.parametrize("per_node", [lambda world_size: 1, lambda world_size: world_size - 1 or 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_beside_one_gpu_every_rank_stays_on_the_cpu(where, world_size, monkeypatch):
+def test_beside_one_gpu_every_rank_stays_on_the_cpu(per_node, world_size, monkeypatch):
     """The last rank is alone on its node and would take the GPU, to which no other rank came."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -34,23 +33,14 @@ def test_beside_one_gpu_every_rank_stays_on_the_cpu(where, world_size, monkeypat
     as_it_was = notebook.seen()
     assert as_it_was == ("cuda", 1, 1, True)
 
-    def observe(subject, inputs, context):
-        place = int(os.environ["LOCAL_WORLD_SIZE"])
-        return {"seen": subject(), "device": choose_device().type, "ranks here": np.array(place)}
-
     for rank in range(world_size):
         context = Context(rank, world_size, torch.device("cpu"))
-        for subject in (notebook.seen, (notebook.seen, notebook.seen)):
-            called = observe if subject is notebook.seen else _first(observe)
-            answer = where(called)(subject, {}, context)
-            assert answer["seen"] == ("cpu", 0, 0, False)
-            assert answer["device"] == "cpu"
-            assert answer["ranks here"] <= max(1, world_size - 1)
+        for subject in (notebook.seen, (notebook.seen, print)):
+            with on_nodes(context, subject, per_node(world_size)):
+                assert notebook.seen() == ("cpu", 0, 0, False)
+                assert choose_device().type == "cpu"
+                assert int(os.environ["LOCAL_WORLD_SIZE"]) <= max(1, world_size - 1)
     assert notebook.seen() == as_it_was
-
-
-def _first(observe):
-    return lambda subject, inputs, context: observe(subject[0], inputs, context)
 
 
 def test_names_are_the_notebooks_whatever_wraps_a_function():

@@ -18,7 +18,6 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 FEATURES, CLASSES = 5, 4
@@ -135,7 +134,6 @@ def _dataset(inputs: Values, generator: torch.Generator) -> tuple[torch.Tensor, 
 # --- observe -------------------------------------------------------------------------------------
 
 
-@on_two_nodes
 def observe(train: Any, inputs: Values, context: Context) -> Values:
     """`_observe`, where each rank has its own default generator, as dropout wants it."""
     with torch.random.fork_rng(devices=[]):

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from autograder.criteria.bonus_elastic.saving import name_of, own_folder
 from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import is_state_of, rising_steps, state_of
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 
@@ -85,7 +84,6 @@ def _for_ranks(
     ]
 
 
-@on_two_nodes
 def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
     """What every rank loads from its own folder."""
     save_together, load_together = functions

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from autograder.criteria.common.answers import plain
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.resumed import load_plain, own_random_numbers, saved
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
@@ -164,7 +163,6 @@ def _per_epoch(values: Values) -> int:
     return -(-values["num_samples"] // values["batch"])
 
 
-@on_two_nodes
 def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Two epochs of each number of samples, on a fixed number of ranks."""
     answer: Values = {}
@@ -242,7 +240,6 @@ def draw_order(draw: Draw) -> list[Values]:
     return [dict(values) for _ in range(draw.world_size)]
 
 
-@on_two_nodes
 def observe_order(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Two epochs in each of three runs, and whether a run changed the global generators.
 
@@ -323,7 +320,6 @@ def draw_resize(draw: Draw) -> list[Values]:
     return [dict(values) for _ in range(draw.world_size)]
 
 
-@on_two_nodes
 def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """The batches of one rank, and of changing ranks that pass the state on through a file."""
     whole = _fresh(sampler_class, inputs)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import rising_steps, state_of
 from autograder.criteria.common.deaths import deaths, run_to_its_end
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.errors import LaunchError
 from minidist.launch import run
@@ -216,7 +215,6 @@ def draw_writer(draw: Draw) -> list[Values]:
     ]
 
 
-@on_two_nodes
 def observe_writer(save_together: Any, inputs: Values, context: Context) -> Values:
     """Which ranks write, and whether the file is there when `save_together` returns."""
     one, two = inputs["steps"]
@@ -300,7 +298,6 @@ def draw_keep(draw: Draw) -> list[Values]:
     return [dict(values) for _ in range(draw.world_size)]
 
 
-@on_two_nodes
 def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values:
     """The names in the folder after every save but the first two; the last step is saved twice.
 

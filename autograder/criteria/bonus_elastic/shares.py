@@ -10,7 +10,6 @@ import numpy as np
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import finite_floats, item_of, plain
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 DTYPES = ("float32", "float64")  # of a model some of whose ranks are idle
@@ -30,7 +29,6 @@ def draw_share(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_share(share_of_batch: Any, inputs: Values, context: Context) -> Values:
     """Begin and end of every share."""
     answer = []
@@ -113,13 +111,11 @@ def _draw_rows(draw: Draw, counts: list[int]) -> list[Values]:
     ]
 
 
-@on_two_nodes
 def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
     """Gradients and loss after `combine`, which gets float64 parameters as an iterator."""
     return _observe(combine, inputs, context, iter, "float64")
 
 
-@on_two_nodes
 def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
     """As `observe_gradient`, with a list, which can be iterated twice, once in either dtype.
 

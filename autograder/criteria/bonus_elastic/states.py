@@ -11,7 +11,6 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, item_of, plain
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 SLACK_BYTES = 64
@@ -84,7 +83,6 @@ def _are_equal(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-@on_two_nodes
 def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
     """The vectors of every new rank, and how many bytes their storage has."""
     answer: Values = {"bytes": [], "unchanged": [], "same": []}
@@ -227,7 +225,6 @@ def draw_adam(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
     """Sharded AdamW; after some steps its state is resharded to a different number of ranks."""
     before, after = inputs["ranks"]

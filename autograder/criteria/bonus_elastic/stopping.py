@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.common.answers import item_of, plain
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 STEPS = 6
@@ -80,7 +79,6 @@ def draw_stop(draw: Draw) -> list[Values]:
     return [{"told": [run[rank] for run in runs], "_runs": runs} for rank in range(size)]
 
 
-@on_two_nodes
 def observe_stop(preemption_class: Any, inputs: Values, context: Context) -> Values:
     """What `requested` says after each step, and whether the handler from before was called."""
     answer: Values = {"said": [], "called": False}

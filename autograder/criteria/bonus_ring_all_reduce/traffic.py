@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.answers import as_number
 from autograder.criteria.common.emulated import even_cluster
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.tensor_memory import TensorMemory
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate import Link, simulate
@@ -47,7 +46,6 @@ def draw(source: Draw, *, op: str = "sum", then: tuple[str, ...] = ()) -> list[V
     ]
 
 
-@on_two_nodes
 def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
     """Runs all-reduces; returns the most bytes that their new tensors had at any moment."""
     x, others = torch.from_numpy(inputs["x"].copy()), _others(inputs, context.world_size)
@@ -280,7 +278,6 @@ def draw_hook(source: Draw) -> list[Values]:
     ]
 
 
-@on_two_nodes
 def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     """Gradients of torch's DDP with the student's hook."""
     model: nn.Module = oracle.mlp(inputs)

@@ -10,7 +10,7 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
-from autograder.criteria.common.places import alone, on_two_nodes
+from autograder.criteria.common.places import alone
 from autograder.criteria.common.pretending import in_world_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
@@ -45,7 +45,6 @@ def draw_exchange(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
     """The content of `incoming` and of `outgoing` after each exchange."""
     answer: Values = {}
@@ -161,7 +160,6 @@ def draw_small(draw: Draw) -> list[Values]:
     )
 
 
-@on_two_nodes
 def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
     """The content of each tensor after the all-reduce, and what was returned."""
     answer: Values = {}

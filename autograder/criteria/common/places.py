@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -44,29 +44,38 @@ def meeting_place(init_method: Any = None) -> str:
     return f"tcp://{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def on_two_nodes(observe: Observe) -> Observe:
-    """`observe`, with the last rank alone on a second node, as far as the environment tells.
+@contextmanager
+def on_nodes(context: Context, written: Any, per_node: int) -> Iterator[None]:
+    """Inside, nodes have `per_node` ranks, as far as the environment tells.
 
     Not on GPUs, where LOCAL_RANK says which one is free.
+
+    Args:
+        written: of the notebook.
     """
-    return _on_nodes(observe, lambda world_size: max(1, world_size - 1))
+    if context.device.type != "cpu":
+        yield
+        return
+    places = environment(context.rank, context.world_size, per_node)
+    with mock.patch.dict(os.environ, places), on_cpu(written):
+        yield
+
+
+def on_two_nodes(context: Context, written: Any) -> AbstractContextManager[None]:
+    """Inside, the last rank is alone on a second node.
+
+    Every check runs so: code that takes LOCAL_RANK for RANK, or LOCAL_WORLD_SIZE for WORLD_SIZE,
+    gives something else then.
+    """
+    return on_nodes(context, written, max(1, context.world_size - 1))
 
 
 def on_own_node(observe: Observe) -> Observe:
-    """`observe`, with each rank on a node of its own, as far as the environment tells.
+    """`observe`, with each rank on a node of its own, as far as the environment tells."""
 
-    Not on GPUs, where LOCAL_RANK says which one is free.
-    """
-    return _on_nodes(observe, lambda world_size: 1)
-
-
-def _on_nodes(observe: Observe, per_node: Callable[[int], int]) -> Observe:
     @wraps(observe)
     def observed(subject: Any, inputs: Values, context: Context) -> Values:
-        if context.device.type != "cpu":
-            return observe(subject, inputs, context)
-        places = environment(context.rank, context.world_size, per_node(context.world_size))
-        with mock.patch.dict(os.environ, places), on_cpu(subject):
+        with on_nodes(context, subject, 1):
             return observe(subject, inputs, context)
 
     return observed

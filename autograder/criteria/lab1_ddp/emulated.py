@@ -27,7 +27,6 @@ from autograder.criteria.common.emulated import (
     local_gradients,
     seconds_each,
 )
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab1_ddp.network import make_model, wrap
 from minidist.emulate.clusters import Cluster
@@ -127,7 +126,6 @@ def plan_buckets(draw: Draw) -> ChargePlan:
     return charge_plan(draw, (UNIT_S,) * len(SHARES), (UNIT_S,) * len(SHARES))
 
 
-@on_two_nodes
 def observe(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Trains each network for a few steps with the bucket size of the case."""
     done = 0

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 SHAPES = ((3, 4), (5,), (6,))
@@ -222,7 +221,6 @@ def _gradients_of(
     return grads
 
 
-@on_two_nodes
 def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
     """The function's answer for every case, and the gradients after the call."""
     answers: list[bool] = []

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as torch_ddp
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.places import environment, meeting_place, on_two_nodes
+from autograder.criteria.common.places import environment, meeting_place
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
@@ -43,7 +43,6 @@ def draw_setup(draw: Draw) -> list[Values]:
     return [{"value": draw.private(r).normal(size=5)} for r in range(draw.world_size)]
 
 
-@on_two_nodes
 def observe_setup(functions: Any, inputs: Values, context: Context) -> Values:
     """Sets up twice, then sums the private vectors over the resulting process group.
 

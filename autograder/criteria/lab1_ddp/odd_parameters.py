@@ -11,7 +11,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.matched import matched_collectives
-from autograder.criteria.common.places import alone, on_two_nodes
+from autograder.criteria.common.places import alone
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab1_ddp.scratch import (
     BATCH,
@@ -78,7 +78,6 @@ def draw_tied(draw: Draw) -> list[Values]:
     ]
 
 
-@on_two_nodes
 def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of two steps on the same batch, with many buckets, and with one of each dtype.
 
@@ -204,7 +203,6 @@ def draw_unused(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of steps that use different branches each time; None is recorded as zeros."""
     module = Branches(inputs).to(context.device)

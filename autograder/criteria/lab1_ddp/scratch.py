@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle, weights
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (6, 9, 5, 3)
@@ -88,7 +87,6 @@ def draw_wrapping(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Parameters, buffers and one output after wrapping."""
     module = place(Normed(inputs), context)
@@ -176,7 +174,6 @@ def draw_gradients(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_gradients(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of several steps, with one bucket and with many, zeroed to None and to zeros."""
     answer: Values = {}

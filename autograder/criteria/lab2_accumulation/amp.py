@@ -11,7 +11,6 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.pretending import having, namespace, pretending
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import norm
@@ -95,7 +94,6 @@ def _mean_gradient(inputs: list[Values], number: int) -> list[np.ndarray]:
 # --- observe -------------------------------------------------------------------------------------
 
 
-@on_two_nodes
 def observe(amp_step: Any, inputs: Values, context: Context) -> Values:
     """Runs every call from the initial weights; returns parameters after it and its dtype."""
     answer: Values = {}
@@ -107,7 +105,6 @@ def observe(amp_step: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-@on_two_nodes
 def observe_scaler(amp_step: Any, inputs: Values, context: Context) -> Values:
     """All calls train one model with one scaler, which grows after every good step."""
     scaler = torch.amp.GradScaler(

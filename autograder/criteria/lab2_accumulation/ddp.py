@@ -12,7 +12,6 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import number_or_none
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import (
     Gradient,
@@ -76,7 +75,6 @@ def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-@on_two_nodes
 def observe_samples(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Several accumulations with one wrapped model; between them gradients become None or zeros."""
     module = oracle.mlp(inputs).to(context.device)
@@ -304,7 +302,6 @@ def _token_batches(inputs: Values, call: int) -> list[tuple[torch.Tensor, torch.
     return [(torch.from_numpy(inputs[x]), torch.from_numpy(inputs[y])) for x, y in names]
 
 
-@on_two_nodes
 def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> Values:
     """Accumulations over padded micro-batches with one wrapped model."""
     module = TokenModel(inputs).to(context.device)

@@ -29,7 +29,6 @@ from autograder.criteria.common.emulated import (
     of_every_rank,
     seconds_each,
 )
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab2_accumulation.memory import EmulatedMemory, too_much_memory
 from minidist.emulate.clusters import Cluster
@@ -106,7 +105,6 @@ def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) 
     return {"peak": [memory.peak_bytes / max(1.0, one), 1.0]}
 
 
-@on_two_nodes
 def observe_ddp(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Accumulates several times with torch's DDP around the charged model."""
     module = charged_mlp(inputs, context.broker, torch.float32)
@@ -150,7 +148,6 @@ class DecidesInBackward(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@on_two_nodes
 def observe_backward(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Like `observe_ddp`, with a wrapper that decides in backward."""
     module = charged_mlp(inputs, context.broker, torch.float32)

@@ -16,7 +16,6 @@ from torch import nn
 
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.charged import reaches_all
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.training import wrap
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab2_accumulation import amp
@@ -53,7 +52,6 @@ def draw_tokens(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> Values:
     """Runs several accumulations."""
     module = TokenModel(inputs)
@@ -78,7 +76,6 @@ def draw_amp(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_amp(amp_step: Any, inputs: Values, context: Context) -> Values:
     """Runs several steps in bfloat16, with a disabled scaler."""
     module = oracle.mlp(inputs)

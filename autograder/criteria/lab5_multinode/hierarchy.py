@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.answers import is_floats, told
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from minidist.emulate.trace import Event
 
@@ -65,7 +64,6 @@ def draw_values(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_two_nodes
 def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Values:
     """The sums, read from the tensors that were passed to the all-reduce."""
     answer: Values = {"returned": [], "groups": []}
@@ -166,7 +164,6 @@ def draw_slow(draw: Draw) -> list[Values]:
     return [values | {"others": True} for values in draw_bytes(draw)]
 
 
-@on_two_nodes
 def observe_bytes(reducer_class: Any, inputs: Values, context: Context) -> Values:
     """All-reduces a large tensor twice with the same reducer, for every node size."""
     for number, local_size in enumerate(inputs["local_sizes"]):
@@ -400,7 +397,6 @@ class _Counting:
         return tensor
 
 
-@on_two_nodes
 def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     """Gradients of the second step of torch's DDP with the student's hook."""
     model: nn.Module = oracle.mlp(inputs).to(context.device)

@@ -21,7 +21,6 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, item_of, plain
-from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.resumed import load_plain, own_random_numbers, saved
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
@@ -144,7 +143,6 @@ def draw_training(draw: Draw) -> list[Values]:
     return [dict(inputs) for _ in range(draw.world_size)]
 
 
-@on_two_nodes
 def observe_training(functions: Any, inputs: Values, context: Context) -> Values:
     """Losses, learning rates and final model tensors, with and without a break."""
     collect_state, restore_state = functions
@@ -290,7 +288,6 @@ def _seed(seeds: list[int]) -> None:
     random.seed(seeds[2])
 
 
-@on_two_nodes
 def observe_rng(functions: Any, inputs: Values, context: Context) -> Values:
     """The random numbers drawn after collect_state, and those drawn after restore_state."""
     collect_state, restore_state = functions
@@ -374,7 +371,6 @@ def draw_sampler(draw: Draw) -> list[Values]:
     return [dict(values) for _ in range(draw.world_size)]
 
 
-@on_two_nodes
 def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
     """The step number and the next samples, with and without a break."""
     collect_state, restore_state = functions
