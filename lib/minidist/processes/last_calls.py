@@ -87,7 +87,8 @@ def disagreement(calls: Mapping[int, Sequence[NumberedCall]]) -> str:
     Args:
         calls: rank -> what the rank has called, oldest first.
 
-    >>> a, b = NumberedCall("world", 4, "all_reduce", "float32 [3]"), NumberedCall("world", 4, "barrier", "")
+    >>> a = NumberedCall("world", 4, "all_reduce", "float32 [3]")
+    >>> b = NumberedCall("world", 4, "barrier", "")
     >>> disagreement({0: [a], 1: [b], 2: [a]})
     'the ranks called different collectives: ranks 0, 2: all_reduce float32 [3]; rank 1: barrier'
     """
