@@ -71,7 +71,7 @@ class WeightAverage:
 
         Raises:
             RuntimeError: in `applied`, where the weights are the average.
-            ValueError: a parameter has another size now (sharded after this object was made).
+            ValueError: the size of a parameter has changed since this object was made (sharding).
         """
         if self._num_applied:
             raise RuntimeError(f"WeightAverage: update() inside applied() on {named_rank()}")
@@ -102,7 +102,7 @@ class WeightAverage:
 
     @property
     def differs_by_rank(self) -> bool:
-        """Whether `state_dict` is another on every rank (`Checkpoints` asks)."""
+        """Whether `state_dict` differs between ranks (`Checkpoints` asks)."""
         return shard_group(self._parameters) is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,8 +117,8 @@ class WeightAverage:
         if loaded != expected:
             raise ValueError(
                 f"WeightAverage: expected {len(expected)} tensors with the shapes of these "
-                f"parameters on {named_rank()}, got {len(loaded)} of other shapes; load it on as "
-                "many ranks as saved it"
+                f"parameters on {named_rank()}, got {len(loaded)} of different shapes; load it "
+                "on as many ranks as saved it"
             )
         self.decay = state["decay"]
         for average, value in zip(self._averages, state["averages"], strict=True):

@@ -242,7 +242,7 @@ def load(path: str | Path) -> list[Claim]:
 def with_kinds(claims: Iterable[Claim], lectures: Iterable[str | Path]) -> list[Claim]:
     """The claims with the kinds that the sources of the lectures (.py) give them.
 
-    A claim of another place keeps its kind."""
+    A claim that stands anywhere else keeps its kind."""
     found = {
         Path(path).stem: evidence.read(Path(path).read_text("utf-8"), where=str(path))
         for path in lectures
@@ -323,7 +323,8 @@ def _check_form(
         raise ValueError("a claim needs a text")
     if same_object(measured, expected):
         raise ValueError(
-            f"claim {text!r}: measured and expected are the same object; compute one another way"
+            f"claim {text!r}: measured and expected are the same object; compute one "
+            "in a different way"
         )
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:

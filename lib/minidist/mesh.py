@@ -143,7 +143,7 @@ class Mesh:
         if names not in self._groups:
             raise ValueError(
                 f"mesh {self.shape}: no group for {names}; make_mesh made {sorted(self._groups)}, "
-                f"ask it for another with groups=[{names}]"
+                f"ask it for this one with groups=[{names}]"
             )
         return self._groups[names]
 

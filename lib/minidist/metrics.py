@@ -37,7 +37,7 @@ from torch import Tensor
 from minidist.device import choose_device
 from minidist.errors import MismatchError, named_rank
 
-_ROOM = 64  # numbers in the first message of metrics; 31 metrics need no other
+_ROOM = 64  # numbers in the first message of metrics; up to 31 metrics need no second message
 _MAX_NUMBER = 2**16  # so that sums of squares over many ranks are exact in float64
 
 
@@ -54,10 +54,10 @@ class WeightedMean:
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add a mean over `weight` samples or tokens. Weight 0 ignores the value, even nan.
 
-        A tensor of values adds each of them, with its weight or all with the same.
+        Of a tensor of values, each is added, with a weight of its own or all with the same weight.
 
         Raises:
-            ValueError: the weights have another shape than the values.
+            ValueError: the shape of the weights is not that of the values.
         """
         weight = _wide(weight)
         _check_shapes(value, weight)

@@ -95,7 +95,7 @@ def document_positions(documents_BT: Tensor) -> Tensor:
 
 def document_mask(documents_BT: Tensor) -> Tensor:
     """Which token (row) sees which (column), (B, 1, T, T): earlier ones of its own document."""
-    # A number that comes again later in the row is another document.
+    # If a number comes again later in the row, it means a new document.
     number_BT = _begins(documents_BT).cumsum(1)
     same = number_BT.unsqueeze(2) == number_BT.unsqueeze(1)
     return same.tril().unsqueeze(1)

@@ -64,7 +64,7 @@ class Saving:
 
 
 def refuse_parts(name: str, part: Any) -> None:
-    """Raise ValueError if ranks hold other parts of an object's state, and one would be written."""
+    """Raise ValueError if ranks hold different parts of an object's state: one would be saved."""
     own = getattr(part, "differs_by_rank", None)
     if own is None:
         tensors = [p for group in getattr(part, "param_groups", ()) for p in group["params"]]
@@ -72,7 +72,7 @@ def refuse_parts(name: str, part: Any) -> None:
         own = shard_group(tensors) is not None
     if own:
         raise ValueError(
-            f"shared[{name!r}], {type(part).__name__}, holds another part on each rank, and only "
-            f"the part of rank 0 would be written ({named_rank()}); save it as `local`, or its "
-            "full_state_dict"
+            f"shared[{name!r}], {type(part).__name__}, holds a different part on each rank, and "
+            f"only the part of rank 0 would be written ({named_rank()}); save it as `local`, or "
+            "its full_state_dict"
         )

@@ -52,13 +52,14 @@ class GPU:
         matmul_efficiency: the share of peak that large matrix products of a training run reach,
             clocks and power included.
         power_w: the power limit with which the constants were measured.
-        half_rows, half_head: rows of a product, and width of an attention head, at which a product
-            reaches half of its speed.
-        attention_efficiency: FLOPs of the whole square of scores per second of FlashAttention, as
-            a share of peak, for a wide head.
+        half_rows, half_head: number of rows of a product, and width of an attention head, at which
+            a product reaches half of its speed.
+        attention_efficiency: share of peak that FlashAttention reaches with a wide head. The whole
+            square of scores counts as its FLOPs.
         memory_efficiency: share of the memory's bandwidth that kernels reach.
-            These constants are fitted, one set per generation, to the calibration rows in
-            `minidist/plan/published`. GPUs of which no run is there have the set of the H100.
+            The constants from matmul_efficiency to here are fitted, one set per generation, to the
+            calibration rows in `minidist/plan/published`. A GPU without a run in these rows has
+            the H100's set.
         source: where the figures come from.
     """
 
@@ -79,12 +80,14 @@ class GPU:
         return self.memory_bandwidth_bytes_per_s * self.memory_efficiency
 
     def at_power(self, watts: float) -> GPU:
-        """The same chip with a lower power limit: tensor cores run at the power limit, and power
-        grows with the third power of the clock (frequency times the square of the voltage, which
-        falls with the frequency), so the speed of products falls with its third root.
+        """The same chip with a lower power limit, at which matrix products are slower.
+
+        Tensor cores run at the power limit. Power is frequency times the square of the voltage. The
+        voltage falls with the frequency, so power grows with the third power of the frequency, and
+        the speed of products with the third root of the power.
 
         Raises:
-            ValueError: a limit that is not below the chip's own, or that of a chip is not known.
+            ValueError: the limit is not above 0 or is above the chip's own, or that is not known.
         """
         if not 0 < watts <= self.power_w:
             raise ValueError(
@@ -257,10 +260,10 @@ H100 = GPU(
     memory_efficiency=0.8651,
     power_w=700,
 )
-# No training run on these is among the calibration rows, so they have the constants of the H100. Of
-# B200 and MI300X the share of peak that the best matrix product reaches was measured
-# (stas00/ml-engineering: 1,745 of 2,250 TFLOP/s; 758 of 1,307; H100 794.5 of 989), and theirs is
-# the H100's share in this proportion.
+# The calibration rows have no training run on the next chips, so these have the constants of the
+# H100. stas00/ml-engineering has measured how fast the best matrix product is: on B200 1,745 of
+# 2,250 TFLOP/s, on MI300X 758 of 1,307, on H100 794.5 of 989. The matmul_efficiency of B200 and
+# MI300X is the H100's times the ratio of these shares.
 H200 = replace(
     H100,
     name="H200 SXM 141 GB",

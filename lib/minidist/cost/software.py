@@ -1,9 +1,9 @@
-"""What an implementation makes of the hardware: overlap, launches, traffic, as they were measured.
+"""Measured constants of implementations: how much traffic they hide, and what their launches cost.
 
-Whether the traffic of ZeRO-3 is hidden is no property of ZeRO-3. DeepSpeed in 2021 gathered over
+How much of its traffic ZeRO-3 hides depends on the implementation. DeepSpeed in 2021 gathered over
 one network port per node at a time and hid little; FSDP keeps all ports busy and hides most. So a
-step time belongs to a plan *and* a software. Each constant was fitted to the calibration rows in
-`minidist/plan/published`, all rows of a software together, never to one row.
+step time belongs to a plan *and* an implementation. The constants of an implementation were fitted
+to all its calibration rows in `minidist/plan/published` together, never to one row.
 
 >>> DEEPSPEED_2021.gather_ports < 1.1 < FSDP.gather_ports
 True
@@ -29,8 +29,8 @@ class Software:
             as long. With CUDA graphs or torch.compile it is smaller.
         traffic: memory traffic of everything but matrix products / (twice the stored activations).
             1 is a write and a read of each kept tensor; unfused kernels need more.
-        attention: speed of its FlashAttention / `GPU.attention_efficiency`, which is that of the
-            kernels of 2023.
+        attention: speed of its FlashAttention / `GPU.attention_efficiency`, which is the speed of
+            the kernels of 2023.
         overlap: share of the computing time of backward (ZeRO-3: of the whole step) behind which
             gradient and parameter traffic can hide; 0 means a reduction after backward.
         gather_ports: how many network ports of a node ZeRO-2 and ZeRO-3 keep busy while they gather
@@ -117,10 +117,10 @@ NEMO = Software(
     shard_bucket_bytes=160e6,
     bucket_bytes_per_rank=4e6,
 )
-# Three of today for which no calibration rows are there. Their constants are not fitted: Megatron
-# without NeMo's flags is that of 2021 but hides what FSDP hides, FSDP2 is FSDP with the
-# FlashAttention that was measured with nanotron, torch.compile fuses (traffic 1) and launches half
-# as much.
+# Three implementations of today without calibration rows, so their constants are not fitted:
+# - Megatron without NeMo's flags: as in 2021, but it hides what FSDP hides;
+# - FSDP2: as FSDP, with the FlashAttention that was measured with nanotron;
+# - torch.compile: it fuses kernels (traffic 1), and its launches take half the time.
 MEGATRON = replace(
     NEMO,
     name="megatron",

@@ -31,7 +31,7 @@ class InFlight:
         return [t._version for t in self._tensors if not t.is_inference()]
 
     def check(self, rank: int) -> None:
-        """Raises CollectiveError if a tensor has other numbers now."""
+        """Raises CollectiveError if the numbers of a tensor have changed."""
         if self._count_writes() == self._versions:
             return
         with torch.no_grad(), _disable_current_modes():

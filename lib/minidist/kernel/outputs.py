@@ -27,7 +27,7 @@ MIN_SAME_LINES = 5
 # Calls of `tick` for which other ranks' lines wait until the lowest rank ends a line it has begun.
 MAX_WAITED = 10
 
-# What is drawn anew in each process, of the same figure or page: the ids and the date in an SVG of
+# What differs when two processes draw the same figure or page: ids and the date in an SVG of
 # matplotlib, UUIDs (animations, plotly), ids of a pandas Styler.
 _DRAWN = re.compile(
     r"<dc:date>[^<]*|"

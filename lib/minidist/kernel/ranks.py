@@ -286,9 +286,9 @@ class Ranks:
         self._changed.set()
 
     def _is_answer(self, who: Collection[str], message: dict[str, Any]) -> bool:
-        """Whether the message has the id of an open question.
+        """Whether the message answers an open question; the task that waits for it then gets it.
 
-        It is handed to the task that has asked, if that task has asked one of `who`.
+        The answer counts only if the question was put to one of `who`.
         """
         identifier = message.get("id")
         if not isinstance(identifier, int) or identifier not in self._answers:

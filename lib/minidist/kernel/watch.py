@@ -25,7 +25,7 @@ FIRST_LOOK_S = 1.0
 LOOK_EVERY_S = 0.5
 # It is a hang if ranks stand still for this long and wait for something that cannot come.
 HANG_AFTER_S = 3.0
-# If a rank stands still for this long, and ranks do different things, the cell says who is where.
+# If a rank stands still for this long, and ranks do different things, the cell says what each does.
 TELL_AFTER_S = 10.0
 # A rank of a busy machine gets so long to say where it is, before the cell is ended.
 LAST_WORD_S = 5.0
@@ -108,7 +108,7 @@ class Watch:
         self._cell.stop(kind, ename, text + lines + last_calls(places), states)
 
     async def places(self, within_s: float = 1.0) -> dict[int, Place]:
-        """What each rank of the kernel does now; who does not answer in time is silent."""
+        """What each rank of the kernel does now; a rank that does not answer in time is silent."""
         reports = await self._ranks.ask_all(self._cell.ranks, "where", within_s)
         return places_of(self._cell, self._ranks.count, reports)
 

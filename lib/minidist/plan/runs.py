@@ -33,7 +33,8 @@ _INSIDE = {
     node.gpu.name.split()[0]: node.intra_node for node in NODES.values() if node.num_gpus == 8
 }
 _GPUS = GPUS | {_H100_500W.name: _H100_500W}
-# nanotron, of which all printed memories are, sums gradients in fp32 beside those in bf16.
+# All rows with a printed memory are runs of nanotron, which sums gradients in fp32 beside those in
+# bf16.
 _NANOTRON_STATES = StateBytes(parameter=2, gradient=6, optimizer=12)
 FILES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
 

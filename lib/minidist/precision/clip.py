@@ -23,7 +23,7 @@ from minidist.unsupported import Unsupported
 PIECES = Unsupported(
     "BucketedDDP, OverlappedDDP, ShardedOptimizer, Zero2Optimizer, Zero3, LocalSGD, "
     "average_gradients",
-    "pieces of a Zero3 model, of which each rank holds other elements",
+    "pieces of a Zero3 model, of which each rank holds different elements",
     instead="Zero3 averages gradients by itself: give its pieces to a torch optimiser or to a "
     "WholeOptimizer, and nothing else around it",
 )
@@ -71,7 +71,7 @@ def shard_group(tensors: Iterable[Tensor]) -> dist.ProcessGroup | None:
 
 
 def is_held_by_zero3(tensor: Tensor) -> bool:
-    """Whether autograd gives gradients to another tensor than this parameter."""
+    """Whether autograd gives the gradients to a tensor that is not this parameter."""
     return tensor in _groups or tensor in _whole
 
 

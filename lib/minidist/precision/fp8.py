@@ -48,7 +48,7 @@ class BlockScaling:
             are fp32. A block's largest number may then be cut to the format's largest.
 
     Raises:
-        ValueError: another format, or a block without rows or columns.
+        ValueError: a format that is not known, or a block without rows or columns.
     """
 
     format: str = "fp8_e4m3"

@@ -129,10 +129,10 @@ def in_words(said: Mapping[int, str]) -> str:
 def at_terminate(do: Callable[[str], object]) -> None:
     """Call `do` before C++ ends this process because nobody catches an exception.
 
-    Gloo's own thread does so if a message has another size than the rank expects. `do` runs in the
-    thread that ends the process, and gets the exception's C++ type as its compiler writes the name,
-    such as "N4gloo13EnforceNotMetE"; the main thread may be blocked in a collective meanwhile.
-    Where the C++ library has no such call, nothing is called.
+    Gloo's own thread does so if the size of a message is not the one that the rank expects. `do`
+    runs in the thread that ends the process, while the main thread may be blocked in a collective.
+    It gets the exception's C++ type as the compiler writes the name, such as
+    "N4gloo13EnforceNotMetE". Where the C++ library has no such call, nothing is called.
     """
     try:
         library = ctypes.CDLL(_CPP)

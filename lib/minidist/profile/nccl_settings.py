@@ -206,7 +206,7 @@ SETTINGS: tuple[Setting, ...] = (
         "debugging",
         "writes the topology that NCCL found, as XML",
         "none",
-        "NCCL uses another path than nvidia-smi topo -m suggests",
+        "NCCL uses a path that nvidia-smi topo -m does not suggest",
     ),
     # ----------------------------------------------------------------------------------- torch
     Setting(

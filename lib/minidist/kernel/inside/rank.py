@@ -38,8 +38,8 @@ from minidist.processes.last_calls import at_terminate, is_oversized
 from minidist.processes.lifetime import die_with_parent, keep_backends
 
 _CONNECT_MS = 20_000
-# Gloo ends a rank when a message has another size than expected. The front looks every half second
-# and needs three seconds to see that ranks wait forever; a busy machine takes longer.
+# Gloo ends a rank when the size of a message is not the one expected. The front looks every half
+# second and needs three seconds to see that ranks wait forever; a busy machine takes longer.
 _HOLD_S = 30.0
 _CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
 
@@ -233,7 +233,7 @@ def _draw_in_cells() -> None:
 def _hold(exception: str) -> None:
     """Keep a rank that gloo's thread is about to end, so that the front sees who called what.
 
-    Not one that ends for another reason: with no memory left, say, nobody can be asked.
+    A rank that ends for a different reason is not kept: without memory, say, it cannot answer.
     """
     if is_oversized(exception):
         diagnose.got_oversized = True

@@ -71,7 +71,7 @@ FSDP1_OPTIONS: tuple[Option, ...] = (
     Option(
         name="backward_prefetch",
         instead="",
-        reason="BACKWARD_PRE is built in; set_modules_to_backward_prefetch makes another order; "
+        reason="BACKWARD_PRE is built in; set_modules_to_backward_prefetch sets a different order; "
         "BACKWARD_POST and None saved memory by giving up the overlap",
     ),
     Option(

@@ -99,7 +99,7 @@ class ExpertTrainer(HybridTrainer):
         options: those of `HybridTrainer`.
 
     Raises:
-        ValueError: another axis than dp, ZeRO-2 or -3, no experts, or sizes that do not divide.
+        ValueError: an axis that is not dp, ZeRO-2 or -3, no experts, or sizes that do not divide.
     """
 
     def __init__(

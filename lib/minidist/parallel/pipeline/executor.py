@@ -347,7 +347,7 @@ class PipelineExecutor:
         if self._input_spec is not None and spec is not None and spec != self._input_spec:
             raise MismatchError(
                 f"micro-batches changed: expected {self._input_spec} as in the first step, got "
-                f"{spec}; make a new executor for another shape",
+                f"{spec}; make a new executor for a different shape",
                 rank=self.rank,
             )
         self._input_spec = spec or self._input_spec

@@ -231,7 +231,7 @@ class StateDicts:
         contents = [torch.load(path, mmap=True, weights_only=True) for path in files]
         models = [content["model"] for content in contents]
         if set(models[0]["parameters"]) != set(self._named):
-            raise ValueError(f"[rank {self.rank}] {folder}: a checkpoint of another model")
+            raise ValueError(f"[rank {self.rank}] {folder}: a checkpoint of a different model")
         for name in self._named:
             merged = merge_parts([model["parameters"][name] for model in models])
             self._load_tensor(name, merged["data"])

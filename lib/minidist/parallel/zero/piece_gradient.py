@@ -18,7 +18,7 @@ from minidist.unsupported import Unsupported
 
 NORM = Unsupported(
     "torch.nn.utils.clip_grad_norm_, torch.linalg.norm, Tensor.norm",
-    "gradients of Zero3 pieces, of which each rank holds other elements",
+    "gradients of Zero3 pieces, of which each rank holds different elements",
     instead="call zero.clip_grad_norm_(max_norm), which returns the norm over all ranks; "
     "grad.as_subclass(torch.Tensor).norm() is that of this rank's elements",
 )

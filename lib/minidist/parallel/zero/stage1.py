@@ -310,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def differs_by_rank(self) -> bool:
-        """Whether `state_dict` is another on every rank (`Checkpoints` asks)."""
+        """Whether `state_dict` differs between ranks (`Checkpoints` asks)."""
         return self.world_size > 1
 
     @property
