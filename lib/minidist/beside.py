@@ -115,11 +115,11 @@ def beside(
             layers, and returns `step(x, y)`: one step of training that returns this rank's loss.
             None for a way that is not handed out yet.
         device: of the network and the batches on the real clock.
-        steps: of which the losses are compared.
-        rounds: in which every way is timed once.
+        steps: number of steps whose losses are compared.
+        rounds: number of rounds; in each, every way is timed once.
 
     Raises:
-        ValueError: no way is there.
+        ValueError: `ways` has no way, or only None.
     """
     begun = {name: begin for name, begin in ways.items() if begin is not None}
     if not begun:

@@ -193,8 +193,11 @@ def block_seconds(
 def _routing(
     model: Transformer, gpu: GPU, p: ParallelismConfig, tokens: float, software: Software
 ) -> float:
-    """Forward pass of what experts need beside their products: tokens are sorted by expert and
-    rank, and back, and summed; each expert of this rank has kernels of its own."""
+    """Forward pass of what experts need beside their products.
+
+    Tokens are sorted by expert and rank, sorted back, and summed; each expert of this rank has
+    kernels of its own.
+    """
     if not model.num_experts:
         return 0.0
     share = 1 - model.dense_layers / model.num_layers

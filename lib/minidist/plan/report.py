@@ -1,7 +1,7 @@
 """Every published run: predicted, published, error. `python -m minidist.plan.report`.
 
-The rows of which the model has not seen the figure come last, so that the end of the report is the
-verdict: the error of every table, and the ten worst rows.
+The rows to which the model was not fitted come last. So the report ends with the verdict: the error
+of every table, and the ten worst rows.
 """
 
 from __future__ import annotations
