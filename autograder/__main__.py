@@ -86,8 +86,8 @@ class _Version(argparse.Action):
 def run() -> NoReturn:
     """Runs one command and ends the process at once.
 
-    Python would take every module apart first. With torch and nbgrader loaded that is a second of
-    processor time, of which a user who grades one notebook waits for all.
+    Python would take every module apart first. With torch and nbgrader loaded that takes a second,
+    and whoever grades a single notebook would wait for it.
     """
     code = main()
     if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):

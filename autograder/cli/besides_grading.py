@@ -135,7 +135,7 @@ def _add_publish(commands: Any) -> None:
     publish.add_argument(
         "--cap", action="store_true", help="nobody gets more than full marks (Moodle wants that)"
     )
-    publish.add_argument("--zero", action="store_true", help="0 for who has not handed in")
+    publish.add_argument("--zero", action="store_true", help="0 for whoever has not handed in")
     publish.add_argument("--out", type=Path, metavar="FILE", help="default: in build/publish")
     publish.add_argument("--force", action="store_true", help="replace a file that is there")
     publish.set_defaults(run=_publish)

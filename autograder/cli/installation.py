@@ -12,10 +12,10 @@ from autograder.course.course import CourseError
 
 
 def foreign_code(path: Sequence[str] | None = None) -> str:
-    """Why submissions would run with another grader than this; empty if they do not.
+    """Why submissions would not run with this grader; empty if they do not.
 
     `python -m autograder` in a clone takes the clone's code, and a clone without an environment of
-    its own runs it with the packages of another: nothing that this process starts would find it.
+    its own runs it with a different one's packages: nothing that this process starts would find it.
 
     Args:
         path: default: `sys.path`.
@@ -27,11 +27,11 @@ def foreign_code(path: Sequence[str] | None = None) -> str:
             entries.remove(entry)
     if root in (Path(entry).resolve() for entry in entries):
         return ""
-    return f"the grader in {root} runs with the packages of {sys.prefix}, which has another one"
+    return f"the grader in {root} runs with the packages of {sys.prefix}, which has a different one"
 
 
 def check_installation() -> None:
-    """Raises CourseError if submissions would run with another grader than this."""
+    """Raises CourseError if submissions would run with a different grader."""
     if why := foreign_code():
         raise CourseError(
             f"{why}: use {sys.prefix}/bin/autograder, which grades in any course's folder, or run "

@@ -235,7 +235,7 @@ class LabWatch:
     # --- afterwards -------------------------------------------------------------------------------
 
     def _identity_after(self, each: Incoming) -> str:
-        """nbgrader's folder gets a readable stand-in of what is no notebook: that is not new."""
+        """In nbgrader's folder, a file that is no notebook is replaced: its stand-in is not new."""
         if not each.source.is_relative_to(self.course.nbgrader):
             return each.identity
         now = identity_of(each.source)

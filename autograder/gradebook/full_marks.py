@@ -4,10 +4,10 @@
     Record.max_score    the same, of one grading: terminal, report and JSON show it
     max_score below     the same, in nbgrader's gradebook: formgrader, feedback and `publish`
 
-Points come on top of full marks for a reflection, which a person grades, and for a criterion that
-needs a GPU. nbgrader would add the reflections to the full marks: everybody whose answers nobody
-has read yet would lack them. So they are worth 0 in the gradebook, as criteria that need a GPU are.
-formgrader still offers their points to whoever grades.
+Two things give points beyond full marks: a reflection, which a person grades, and a criterion that
+needs a GPU. Both are worth 0 in the gradebook. If they were worth their points, nbgrader would add
+these to the full marks, which nobody could reach before a person has read the answers. formgrader
+still offers a reflection's points to whoever grades.
 """
 
 from __future__ import annotations

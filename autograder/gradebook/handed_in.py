@@ -25,7 +25,7 @@ class Owner:
         label: for people to read.
         keys: addresses and ids, each of which means one person.
         names: other names; the first that the class list knows counts.
-        number: of the person there, so that another number is another person.
+        number: of the person there, so that a different number is a different person.
     """
 
     label: str

@@ -26,8 +26,8 @@ from autograder.gradebook.watching import watch_folder
 from autograder.submission.find import Found, Submission, find_submissions
 from autograder.submission.intake import IntakeLimits, sha256_of
 
-SECRET = "submission_secret.txt"  # of nbgrader's exchange: who knows it, fetches the feedback
-PATIENCE_S = 60.0  # a file that is no complete JSON may still grow; after this it counts as it is
+SECRET = "submission_secret.txt"  # of nbgrader's exchange: whoever knows it may fetch the feedback
+PATIENCE_S = 60.0  # for a file that is no complete JSON: it may still be being written
 _BESIDE = (TIMESTAMP, SECRET)
 _MAX_BESIDE_BYTES = 4096
 _PIECE_BYTES = 4 << 20
@@ -43,7 +43,7 @@ class Incoming:
     Attributes:
         submission: of the copy.
         source: the notebook that was handed in.
-        identity: the same for the same content, time and secret only: "CONTENT.REST".
+        identity: "CONTENT.REST", of the content, and of the time and the secret.
     """
 
     submission: Submission

@@ -271,7 +271,7 @@ handed_in = {
 }
 same = [each for each in found if each["extra_data"]["sha256"] in (handed_in or {""})]
 if not same:
-    sys.exit("This is another notebook than was graded: grade it and upload a new autograder.")
+    sys.exit("This is not the notebook that was graded: grade it and upload a new autograder.")
 (root / "results").mkdir(exist_ok=True)
 (root / "results" / "results.json").write_text(json.dumps(same[0], indent=1))
 '''

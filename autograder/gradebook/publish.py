@@ -240,7 +240,9 @@ def _columns(
         names = {column.name for column in same}
         if len(same) > 1 and not (len(names) == len(same) and names <= set(there)):
             labs = ", ".join(column.lab for column in same)
-            raise ValueError(f"one column for {labs}: name another with --column LAB=COLUMN")
+            raise ValueError(
+                f"one column for {labs}: name a different one with --column LAB=COLUMN"
+            )
     return columns, tuple(new)
 
 

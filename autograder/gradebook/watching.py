@@ -31,8 +31,8 @@ class Known:
     Attributes:
         returned: identity of the submission whose feedback the student has.
         graded_at: when this student's submissions were graded, within the last day.
-        trying: identity of a submission that was begun and not returned; tries: how often, not
-            before `retry_at` again. A submission that kills the grader so holds up nobody else.
+        trying: identity of a submission that was begun and not returned; tries: how often, and
+            not again before `retry_at`. So a submission that kills the grader holds up nobody else.
         told: what the student was last told about having to wait.
     """
 
@@ -108,7 +108,7 @@ def only_watch(course: Course) -> Iterator[None]:
     """Keeps other watches out of the course until the end, or until this process dies.
 
     Raises:
-        BlockingIOError: another one is at work.
+        BlockingIOError: a different watch is at work.
     """
     folder = watch_folder(course)
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -121,7 +121,7 @@ def only_watch(course: Course) -> Iterator[None]:
 
 
 def waits_for_its_turn(lab: str, per_day: int, until: float, course: Course) -> str:
-    """What a student is told whose submission the limit holds back."""
+    """Tells a student that the limit holds back the submission."""
     times = "once" if per_day == 1 else f"{per_day} times"
     return (
         f"Your notebook of {lab} has arrived and is kept, and it is not graded yet. Yours was "
@@ -132,7 +132,7 @@ def waits_for_its_turn(lab: str, per_day: int, until: float, course: Course) -> 
 
 
 def waits_for_us(lab: str, until: float, course: Course) -> str:
-    """What a student is told whose submission the grader failed on."""
+    """Tells a student that the grader failed on the submission."""
     return (
         f"Your notebook of {lab} has arrived and is kept. Grading it failed, by a fault of the "
         f"grader and not of yours. It is tried again after {_say(until, course)}, and it does not "

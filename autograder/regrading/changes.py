@@ -106,7 +106,7 @@ def _cause(old: Grading, new: Grading) -> str:
         same = all(now[name][0] == status for name, (status, _) in then.items() if name in now)
         return "points of criteria" if same else "graded again"
     if not old.seed_id or old.seed_id != new.seed_id:
-        return "another notebook"
+        return "a different notebook"
     if old.grader_version != new.grader_version:
         return "the grader has changed"
     return "the lab has changed"

@@ -3,8 +3,8 @@
     build/reports/LAB.html, LAB.csv   every student who was ever graded in the lab
     build/report.html, grades.csv     all labs
 
-Grading late notebooks, or another lab, so adds to a report and takes nobody out of it. The bundled
-example is no class: it gets the pages over all labs only while nobody else was graded.
+So late notebooks, or a second lab, add to a report and take nobody out of it. The bundled example
+is no class: it gets the pages over all labs only while nobody else was graded.
 """
 
 from __future__ import annotations

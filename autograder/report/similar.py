@@ -41,8 +41,8 @@ NEAR = 0.85  # pairs are shown from this share of common runs on
 # than this number of them.
 COMMON = 0.25
 MIN_COMMON = 6
-# Notebooks that share so much are copies of one. Right answers on one template stay below it: what
-# is copied and then rewritten counts as another notebook, which costs a copier the work of one.
+# Notebooks that share so much are copies of one. Right answers on one template stay below it. A
+# copy that was rewritten counts as a notebook of its own: it has cost the copier the work of one.
 COPY = 0.93
 MAX_ROWS = 200  # rows in the report
 MAX_CHARS = 200_000  # of a notebook's code cells; the rest is not compared

@@ -245,7 +245,7 @@ def test_gradescope_runs_an_autograder_that_hands_out_what_was_graded(course, tm
     assert result["extra_data"]["sha256"] == sha256
     ran, result = gradescope_runs(root, "kim@x.org", b"{}")
     assert (ran.returncode, result) == (1, None)
-    assert "another notebook than was graded" in ran.stderr
+    assert "not the notebook that was graded" in ran.stderr
     ran, result = gradescope_runs(root, "nobody@x.org", b"{}")
     assert (ran.returncode, result) == (1, None)
     assert "No result for nobody@x.org" in ran.stderr
@@ -269,7 +269,7 @@ def test_the_zero_of_what_is_no_notebook_is_for_that_file_alone(tmp_path):
     assert result["score"] == 0
     ran, result = gradescope_runs(tmp_path, "lea@x.org", hand_in(course, "lea").read_bytes())
     assert (ran.returncode, result) == (1, None)
-    assert "another notebook than was graded" in ran.stderr
+    assert "not the notebook that was graded" in ran.stderr
 
 
 def test_nothing_is_overwritten_unless_forced(course, tmp_path, capsys):

@@ -84,8 +84,8 @@ def test_what_is_different_is_named(course):
 
     assert cause() == "graded again"
     assert cause(key="other", grader_version="other") == "the grader has changed"
-    assert cause(key="other", seed_id="ada:other") == "another notebook"
-    assert cause(key="other", seed_id="") == "another notebook"
+    assert cause(key="other", seed_id="ada:other") == "a different notebook"
+    assert cause(key="other", seed_id="") == "a different notebook"
     assert cause(key="other") == "the lab has changed"
 
 

@@ -178,7 +178,7 @@ def _grade(task: Task, folder: Path) -> Result:
     if key != task.key:
         return _failed(
             task,
-            f"{host}: this node has another version of the grader, the lab, Python or torch than "
+            f"{host}: this node has a different version of grader, lab, Python or torch than "
             f"the login node: expected {task.key}, got {key}",
         )
     record = grade(submission, class_run)

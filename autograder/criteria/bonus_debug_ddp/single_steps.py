@@ -63,7 +63,7 @@ def draw_adam(draw: Draw) -> list[Values]:
 def draw_sgd(draw: Draw) -> list[Values]:
     """Steps with SGD: a wrong scale of the gradient changes the weights.
 
-    All ranks have the same samples: who averages something else costs only `debug_step_adam`.
+    All ranks have the same samples: to average something else costs only `debug_step_adam`.
     """
     inputs = _draw_batches(draw, 2, "float64")
     return [inputs[0] | {"optimizer": "sgd"} for _ in inputs]

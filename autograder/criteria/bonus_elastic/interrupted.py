@@ -108,7 +108,7 @@ def judge_rejoin(case: Case) -> list[Finding]:
                 Finding(
                     f"{SAME_SIZE} ranks without a break, and {SAME_SIZE} ranks from the checkpoint "
                     f"of step {every}: {name} in --out should be equal bit for bit. Is something "
-                    "converted to another type on the way?",
+                    "converted to a different type on the way?",
                     0,
                 )
             ]
@@ -126,7 +126,7 @@ def _why(given: Values, got: Any) -> str:
     if len(got) == steps and not np.allclose(got[: every + 1], losses[: every + 1], rtol=1e-6):
         return "The first loss after the break differs: the model is not the saved one."
     if len(got) == steps and np.allclose(got, losses, rtol=1e-5):
-        return "Nearly the same: is something converted to another type on the way?"
+        return "Nearly the same: is something converted to a different type on the way?"
     return "The curve leaves its path after a break: Adam's moments are the optimizer's state."
 
 

@@ -280,7 +280,7 @@ def judge_order(case: Case) -> list[Finding]:
         half = len(one) // 2
         if one != again:
             wrong(
-                "two samplers with the same seed dealt in another order. Where does the order "
+                "two samplers with the same seed dealt in a different order. Where does the order "
                 "come from? The process's random numbers, and hash() of a text, differ from rank "
                 "to rank and after a restart.",
                 rank,
@@ -296,9 +296,9 @@ def judge_order(case: Case) -> list[Finding]:
         elif one[:half] == one[half:]:
             wrong("the second epoch has the order of the first: the epoch has to enter.", rank)
         elif one[:half] == other[:half] or one[half:] == other[half:]:
-            wrong("another seed gives the same order: the seed has to enter.", rank)
+            wrong("a different seed gives the same order: the seed has to enter.", rank)
         elif first_rank is not None and first_rank != orders:
-            wrong("this rank deals in another order than rank 0.", rank)
+            wrong("this rank deals in a different order than rank 0.", rank)
         first_rank = first_rank or orders
     return findings
 

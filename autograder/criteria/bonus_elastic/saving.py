@@ -78,7 +78,7 @@ def observe_atomic(save_together: Any, inputs: Values, context: Context) -> Valu
 
 
 def _state(inputs: Values, step: int, later: bool) -> Values:
-    """The state of a step; a step that is saved again has another one."""
+    """The state of a step; a step that is saved again has a different one."""
     return state_of(inputs | {"weight": inputs["weight"] + later}, step)
 
 

@@ -237,7 +237,7 @@ def _judge_idle(case: Case, dtype: str) -> Iterator[Finding]:
                 rank,
             )
         elif np.abs(got - first).max() > 1e-5 * np.abs(right).max():
-            yield Finding(f"{story} this rank has another gradient than rank 0.", rank)
+            yield Finding(f"{story} this rank has a different gradient than rank 0.", rank)
         elif agreed and not np.isclose(losses[rank], busy[0], rtol=1e-4):
             yield Finding(
                 f"{story} this rank returned a loss of {losses[rank]}, the others {busy[0]:.6g}: "

@@ -127,7 +127,7 @@ def _wrong_order(case: Case) -> Iterator[Finding]:
         steps = case.inputs[rank]["cases"][0]["schedule"]
         if did != [(what, rank) for what, _ in steps]:
             yield Finding(
-                f"{len(did)} forward and backward passes, in another order than the {len(steps)} "
+                f"{len(did)} forward and backward passes, and not in the order of the {len(steps)} "
                 "of the schedule.",
                 rank,
             )

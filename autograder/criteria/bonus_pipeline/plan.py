@@ -31,7 +31,7 @@ def draw_cut(draw: Draw) -> list[Values]:
     for rank in range(draw.world_size):
         rng = draw.private(rank)
         cases: list[list[Any]] = [[[3, 1, 2], 1], [[5, 1, 1, 1], 4]]
-        # Sums that are as equal as possible (2, 4, 7) are another cut than the cheapest (6, 6, 1).
+        # Sums that are as equal as possible (2, 4, 7) are not the cheapest cut (6, 6, 1).
         k = int(rng.integers(2, 9))
         cases.append([[2 * k, 4 * k, 6 * k, k], 3])
         # Layers that only reshape cost nothing, wherever they are.
@@ -228,7 +228,7 @@ def judge_gpipe(case: Case) -> list[Finding]:
         if not problem:
             backwards = [i for _, i in steps[m:]]
             if backwards != orders.setdefault((stages, m), backwards):
-                problem = "its backwards have another order than another rank's."
+                problem = "its backwards have a different order than those of another rank."
             elif backwards not in (list(range(m)), list(range(m))[::-1]):
                 problem = f"expected the backwards in order (or reversed), got {backwards}."
         if problem:

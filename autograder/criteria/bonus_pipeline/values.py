@@ -264,8 +264,8 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
         if abs(share - 1) > parts.RTOL:
             yield Finding(
                 f"of the gradients that were there before the call, {share:.4g} times are there "
-                "after it: expected 1. run_pipeline adds to .grad; who calls it decides when to "
-                "clear.",
+                "after it: expected 1. run_pipeline adds to .grad; whoever calls it decides when "
+                "to clear.",
                 rank,
             )
         elif rank == case.world_size - 1:

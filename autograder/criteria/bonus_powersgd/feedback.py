@@ -206,7 +206,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     _errors(reducer, inputs, answer, "on")
     _go_on(reducer, parameters, inputs, answer, "on")
-    # The reducer of another job: nothing is shared with the first one, not even the seed.
+    # The reducer of a second job: nothing is shared with the first one, not even the seed.
     others = parameters_for(inputs["shapes"], dtype, context.device)
     loaded = feedback(iter(others), inputs["rank"], seed=inputs["seed"] + 1)
     run_step(loaded, others, inputs, 0)  # so there is something that loading has to replace

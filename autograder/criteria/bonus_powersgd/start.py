@@ -39,7 +39,7 @@ def draw_seed(draw: Draw) -> list[Values]:
 def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
     """The Qs of two reducers with different seeds, and of one more with the first seed."""
     torch.manual_seed(inputs["own"])
-    torch.rand(3)  # who seeds it with its own seed again does not put it back
+    torch.rand(3)  # to seed it with its own seed again does not put it back
     before, answer = torch.get_rng_state(), {}
     for number, seed in enumerate([*inputs["seeds"], inputs["seeds"][0]]):
         parameters = parameters_for(STARTS, torch.float32, context.device)

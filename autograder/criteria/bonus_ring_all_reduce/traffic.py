@@ -190,7 +190,7 @@ def judge_neighbours(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"this rank sent to {sorted(others)}, expected {(rank + 1) % n} only. In a "
-                    "ring each link carries one stream; who sends to all shares one link among "
+                    "ring each link carries one stream; whoever sends to all shares one link among "
                     "them.",
                     rank,
                 )

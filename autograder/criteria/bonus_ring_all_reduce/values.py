@@ -132,7 +132,7 @@ def draw_sum(draw: Draw) -> list[Values]:
 
 
 def draw_ops(draw: Draw) -> list[Values]:
-    """Cases for mean and max; no chunk is as long as one of another dtype in `draw_sum`."""
+    """Cases for mean and max; no chunk is as long as one of a different dtype in `draw_sum`."""
     rng, n = draw.shared(), draw.world_size
     ranges = ((4, 19), (30, 60), (30, 60))
     sizes = [(n * int(rng.integers(*each)) + 1,) for each in ranges]

@@ -52,7 +52,7 @@ def _tokens_of_sum(whole: torch.Tensor) -> torch.Tensor:
 
 
 class _Conjugate(torch.autograd.Function):
-    """One function forward, another one backward."""
+    """One function forward, a different one backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Callable, back: Callable) -> torch.Tensor:

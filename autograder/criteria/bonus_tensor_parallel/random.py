@@ -119,12 +119,12 @@ def judge_inside(case: Case) -> Iterator[Finding]:
             )
         elif not np.array_equal(masks["first"][rank], masks["again"][rank]):
             yield Finding(
-                "a second stream with the same seed gives another mask: no run can be repeated. It "
-                "depends on the seed and the rank, not on torch's generator.",
+                "a second stream with the same seed gives a different mask: no run can be "
+                "repeated. It depends on the seed and the rank, not on torch's generator.",
                 rank,
             )
         elif _same(masks["first"][rank], masks["other"][rank]):
-            yield Finding("another seed gives the same mask.", rank)
+            yield Finding("a different seed gives the same mask.", rank)
         elif not np.array_equal(masks["first"][rank], masks["more"][rank]):
             n = case.world_size
             yield Finding(

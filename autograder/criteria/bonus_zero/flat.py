@@ -38,7 +38,7 @@ def draw_flat(draw: Draw) -> list[Values]:
                 number = len(cases)
                 dtype = str(rng.choice(["float32", "float64"]))
                 if shapes is SHAPES[0] and place == 0:
-                    # Numbers that a padding of another dtype would turn into float32.
+                    # Numbers that a padding of a different dtype would turn into float32.
                     parts, dtype = int(rng.choice([4, 5, 8])), "float16"
                 cases.append(
                     {

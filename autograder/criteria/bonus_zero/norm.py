@@ -13,9 +13,9 @@ from autograder.criteria.common.answers import item_of
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-# Kind of the shares, and max_norm relative to their norm, up to JITTER, which makes no factor a
-# round number; below 1 the shares have to be scaled. "exact" has a norm that every way of adding up
-# gives exactly, and which is the limit.
+# Kind of the shares, and max_norm relative to their norm: below 1 the shares have to be scaled.
+# JITTER keeps factors from being round numbers. The norm of "exact" is the limit itself, and every
+# way of adding up gives it exactly.
 JITTER = (0.93, 1.07)
 KINDS = (
     ("all", 0.0),

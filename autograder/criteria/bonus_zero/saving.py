@@ -22,7 +22,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 BEFORE, AFTER = 3, 2
 OTHER_LR = 0.01
-# Of the whole state. A share is at most a half, and who keeps whole vectors keeps all of it.
+# Of the whole state. A share is at most a half, and whoever keeps whole vectors keeps all of it.
 KEPT_AT_MOST = 0.75
 ADAMW = {"lr": 0.05, "weight_decay": 0.2}
 MOMENTUM = {"lr": 0.05, "momentum": 0.9}  # for RMSprop, which does not use its step count
@@ -171,7 +171,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
 
 
 def _kept_and_changed(subject: Any, inputs: Values, context: Context, blobs: list[bytes]) -> Values:
-    """Loads into an optimiser that was made with another learning rate.
+    """Loads into an optimiser that was made with a different learning rate.
 
     Returns the bytes of the tensors that it has kept from that, and its learning rates before and
     after.
@@ -188,7 +188,7 @@ def _kept_and_changed(subject: Any, inputs: Values, context: Context, blobs: lis
 
 
 def _rates(optimizer: Any) -> list[float]:
-    """The learning rates; none if `param_groups` does not tell, which another criterion judges."""
+    """The learning rates; none if `param_groups` does not tell, which is judged elsewhere."""
     try:
         return [float(group["lr"]) for group in optimizer.param_groups]
     except Exception:
@@ -254,7 +254,7 @@ def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Fi
     return findings
 
 
-# --- another number of ranks ---------------------------------------------------------------------
+# --- a different number of ranks -----------------------------------------------------------------
 
 
 def draw_reshard(draw: Draw) -> list[Values]:
@@ -345,7 +345,7 @@ def judge_reshard(case: Case) -> list[Finding]:
     return _judge_again(
         case,
         ["/less/", "/more/"],
-        "after loading on another number of ranks",
+        "after loading on a different number of ranks",
         "Parts of all old ranks are put together, the old padding is cut off, and what there is "
         "is cut for the new number of ranks, which dist knows.",
     )

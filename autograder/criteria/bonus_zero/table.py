@@ -89,7 +89,7 @@ LAB = Lab(
         _saving(name="zero_resume", title="goes on as if it had never stopped", points=4,
                 draw=saving.draw_resume, observe=saving.observe_resume,
                 judge=saving.judge_resume),
-        _saving(name="zero_reshard", title="on another number of ranks", points=4,
+        _saving(name="zero_reshard", title="on a different number of ranks", points=4,
                 draw=saving.draw_reshard, observe=saving.observe_reshard,
                 judge=saving.judge_reshard, deadline_s=40.0),
         _planning(name="zero_memory", title="bytes that lie on a rank", points=3,

@@ -101,7 +101,7 @@ def described_numbers(values: Any) -> Any:
 
 
 def unit_hint(got: Any, expected: float) -> str:
-    """A sentence if `got` is `expected` in another unit, otherwise ""."""
+    """A sentence if `got` is `expected` in a different unit, otherwise ""."""
     for factor in (1e3, 1e6, 1e-3, 1e-6):
         if expected and is_close(got, expected * factor, atol=0.0):
             times = f"{max(factor, 1 / factor):,.0f}"

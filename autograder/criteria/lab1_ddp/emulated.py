@@ -46,7 +46,7 @@ LAYERS, WIDTH = 20, 125
 UNIT_S = 1e-3
 QUICK, SLOW, LATENCY, TRANSFER = 0.4, 3.6, 0.9, 0.9
 LAYER_BYTES = WIDTH * WIDTH * 4
-# A few layers are registered in another order than they run in: a bucket is full before the one
+# A few layers are not registered in the order in which they run: a bucket is full before the one
 # that is launched before it. And each layer has frozen parameters, which take no place in a bucket.
 REGISTERED = (*range(14), 16, 17, 14, 15, 18, 19)
 FROZEN = WIDTH * WIDTH // 2
@@ -59,10 +59,9 @@ STEP_S = sum(FORWARD_S) + sum(BACKWARD_S)
 EFFICIENCY = 0.9
 AFTER_BACKWARD = 0.63  # efficiency of reducing after backward on the grading cluster
 
-# The network of `ddp_buckets`, from the first layer to the last: one whose weight is larger than a
-# bucket; three, of which no two fit; four of which all fit, but only two where they are in float64;
-# and another one that is larger, with which backward begins. What each weight takes of a bucket in
-# float32:
+# The network of `ddp_buckets`: what each layer's weight takes of a bucket in float32, from first to
+# last. Backward begins with a weight that is larger than a bucket. Then come four that
+# fit together, of which only two fit in float64; three of which no two fit; and a large one again.
 SHARES = (1.5, 0.6, 0.6, 0.6, 0.24, 0.24, 0.24, 0.24, 1.5)
 # Layers that are in float64 in a second run. Beside them, in both directions, there are float32
 # gradients that would fit into the same bucket.

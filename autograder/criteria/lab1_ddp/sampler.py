@@ -54,7 +54,7 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def _whole(index: Any, answer: Values) -> int:
-    """The index as an int. Where another type stands for one (a tensor of shape (), say), the
+    """The index as an int. Where a different type stands for one (a tensor of shape (), say), the
     answer notes it, and only `judge_partition` minds."""
     if not isinstance(index, bool | int | np.integer) and hasattr(index, "__index__"):
         answer["no int"] = type(index).__name__
@@ -301,7 +301,7 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
         if setting["world_size"] > 1 and has_same_share and not has_same_order:
             yield Finding(
                 f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
-                f"{epochs[1]}, in another order. Permute all samples first, then deal them out."
+                f"{epochs[1]}, in a different order. Permute all samples first, then deal them out."
             )
         for a, b in ((0, 1), (1, 2), (0, 2)):
             if np.array_equal(visits[a], visits[b]):

@@ -39,7 +39,7 @@ SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
 def draw_script(draw: Draw) -> list[Values]:
     """All data goes to rank 0, which launches the script. The last batch of a rank is smaller.
 
-    The last epoch is not the one with the smallest loss: nobody may save another one's parameters.
+    The last epoch is not that of the smallest loss: nobody may save an earlier one's parameters.
     """
     rng = draw.shared()
     while True:
@@ -102,7 +102,7 @@ class _Door(Place):
     """A place of task 1's virtual cluster, at which a script goes no further than joining."""
 
     def init_process_group(self, *args: Any, **options: Any) -> None:
-        if not self.backend:  # a bare `except:` may come here again, with another one
+        if not self.backend:  # a bare `except:` may come here again, with a second one
             super().init_process_group(*args, **options)
         raise _HasJoinedError
 

@@ -59,7 +59,7 @@ LAB = Lab(
             draw=sampler.draw_tail, judge=sampler.judge_tail,
         ),
         _sampler(
-            name="sampler_epoch", title="another order in every epoch", points=5,
+            name="sampler_epoch", title="a different order in every epoch", points=5,
             draw=sampler.draw_epoch, judge=sampler.judge_epoch,
         ),
         _train(

@@ -328,7 +328,7 @@ def judge_update(case: Case) -> list[Finding]:
             if told(answer, "cast") is True:
                 findings.append(
                     Finding(
-                        "the targets reached loss_fn in another dtype: autocast casts what an "
+                        "the targets reached loss_fn in a different dtype: autocast casts what an "
                         "operation needs, the data stay as they are.",
                         rank,
                     )
@@ -338,7 +338,7 @@ def judge_update(case: Case) -> list[Finding]:
                 findings.append(
                     Finding(
                         f"autocast was asked for the device type {wrong[0]!r}, and the data were "
-                        "on another device: take it from them.",
+                        "on a different device: take it from them.",
                         rank,
                     )
                 )

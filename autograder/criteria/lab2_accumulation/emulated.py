@@ -77,7 +77,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def draw_pair_twice(source: Draw) -> list[Values]:
-    """Like `draw`; the last micro-batch is the same pair of tensors as another one before it."""
+    """Like `draw`; the last micro-batch is the same pair of tensors as one before it."""
     inputs, twin = draw(source), int(source.shared("twin").integers(MICRO_BATCHES - 1))
     for values in inputs:
         values["twin"] = twin
@@ -233,8 +233,8 @@ class _Call:
         The order of the micro-batches is not judged here.
         """
         sent = [c for c in self.collectives if c.payloads.get(self.rank) is not None]
-        # A rank may divide by ranks or micro-batches, by both or by neither before it sends. Who
-        # divides by the ranks although DDP does it loses `accum_ddp_gradients` only.
+        # A rank may divide by ranks or micro-batches, by both or by neither before it sends.
+        # Whoever divides by the ranks although DDP does it loses `accum_ddp_gradients` only.
         divisors = {a * b for a in (1, MICRO_BATCHES) for b in (1, case.world_size)}
         scales = {1 / d for d in divisors | {d * case.world_size for d in divisors}}
 

@@ -69,9 +69,10 @@ def draw_equal(draw: Draw) -> list[Values]:
 def draw_unequal(draw: Draw) -> list[Values]:
     """One group of equal micro-batches, then three groups of micro-batches that differ in size.
 
-    In the last of them a sample is a sequence, longer in some micro-batches: who counts numbers
+    In the last of them a sample is a sequence, longer in some micro-batches: to count numbers
     instead of samples is wrong. Then a group for whoever touches p.grad by hand: two layers
-    share a bias, and another bias is frozen. The group `again` has the model of the group before.
+    share a bias, and a third layer's is frozen. The group `again` has the model of the
+    group before.
     """
     rng = draw.shared("sequences")
     sequences, (long, short) = (

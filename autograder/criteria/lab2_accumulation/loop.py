@@ -250,7 +250,7 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
             (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
             for x, y in batches_of(inputs, number)
         ]
-        # Who needs more than is promised loses it in one criterion only.
+        # Whoever needs more than is promised loses it in one criterion only.
         plain = Batches(pairs, lambda t=training, k=run["k"]: k * len(t.gradients))
         batches = plain if run.get("plain") else _loader(pairs)
         returned = train_epoch(

@@ -310,7 +310,7 @@ def _not_cut(case: Case) -> Iterator[Finding]:
                 rank,
             )
         elif elsewhere != []:
-            yield Finding(f"these parameters are sharded over another mesh: {elsewhere}.", rank)
+            yield Finding(f"these parameters are sharded over a different mesh: {elsewhere}.", rank)
 
 
 def judge_precision(case: Case) -> list[Finding]:

@@ -38,8 +38,8 @@ WHOLE = 1.2
 STEPS = {False: 2, True: BATCHES}  # with AdamW?
 LR = 3e-3
 FACTOR = 0.98  # by which our own loop changes every shard, whatever its gradient is
-# By which `draw_uneven` multiplies the batch of each step: who limits the norm of gradients gets
-# another training.
+# By which `draw_uneven` multiplies the batch of each step: whoever limits the norm of gradients
+# trains differently.
 SPREAD = (1.0, 0.3, 0.8, 0.4)
 # In float32, losses are off by at most 1e-4. Without AdamW's weight decay they are off by 7e-4
 # after one step, because the gains of all blocks multiply.

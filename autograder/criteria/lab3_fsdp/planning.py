@@ -20,7 +20,7 @@ from autograder.criteria.lab3_fsdp.memory import STRATEGIES, plain, state_bytes
 
 
 def draw_throughput(draw: Draw) -> list[Values]:
-    """Slow first steps; another slowest rank in each case; batches of different sizes."""
+    """Slow first steps; a different slowest rank in each case; batches of different sizes."""
     rng = draw.shared()
     settings = [[int(rng.integers(2, 5)), int(rng.integers(3, 9))] for _ in range(2)] + [[0, 4]]
     order = rng.permutation(draw.world_size)  # on three ranks, each is the slowest once

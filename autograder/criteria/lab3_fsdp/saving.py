@@ -150,7 +150,7 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups, as usual: biases have no weight decay, and another learning rate."""
+    """AdamW with two groups, as usual: biases have a learning rate of their own and no decay."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     weights, biases = ([p for n, p in named if n.endswith(kind)] for kind in ("weight", "bias"))
     groups = [

@@ -196,7 +196,7 @@ def observe_gradients(fsdp_class: Any, inputs: Values, context: Context) -> Valu
     Nothing of the student's is called after it: when backward() returns, all has to be there.
     """
     gpt = _gpt(inputs).to(context.device)
-    for name in list(gpt._modules)[::-1]:  # the order of the units is another than of the modules
+    for name in list(gpt._modules)[::-1]:  # the units are not in the order of the modules
         gpt._modules[name] = gpt._modules.pop(name)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
     shards = parts.local_parameters(fsdp)

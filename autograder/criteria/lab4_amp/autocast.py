@@ -15,7 +15,7 @@ same batch, twice, and the first step counts: a loop that does not reduce its gr
 batch, loses a different criterion.
 
 With dtype=None all three places have to be exact. One more step has a tensor that says it is on a
-device of another type, because all of the grader's tensors may be on a CPU.
+device of a different type, because all of the grader's tensors may be on a CPU.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
 
 
 class _Elsewhere(torch.Tensor):
-    """A tensor that says it is on a device of another type."""
+    """A tensor that says it is on a device of a different type."""
 
     device = property(lambda _: torch.device(ELSEWHERE, 0))  # type: ignore[assignment]
 

@@ -216,7 +216,7 @@ def judge_safe(case: Case) -> Iterator[Finding]:
 
 
 def _gradients(inputs: Values, number: int) -> list[np.ndarray]:
-    """The list of a case; ranks have other numbers of tensors."""
+    """The list of a case; ranks have different numbers of tensors."""
     names = (f"g{number}/{i}" for i in range(4))
     return [inputs[name] for name in names if name in inputs]
 
@@ -262,7 +262,7 @@ CHOICES: dict[str, tuple[list[Any], tuple[bool, bool, Any], tuple[bool, bool, An
         NEITHER, (False, True, None), (False, True, HALF_OF_FP16 + JUST)
     ),
     "no device has bf16; {} met 2e5": (NEITHER, (False, True, None), (False, True, 2e5)),
-}  # fmt: skip
+}  # fmt: skip  # one case is one entry, read from left to right; the formatter spreads it
 
 
 def draw_choice(draw: Draw) -> list[Values]:

@@ -39,7 +39,7 @@ class ManyRanks:
         self.buckets.append(full)
 
     def values(self) -> np.ndarray:
-        """What comes out of all buckets; empty if the hook fails, or believes in another number.
+        """What comes out of all buckets; empty if the hook fails, or believes in a wrong number.
 
         It may know the number from elsewhere, or remember the real one. Then the mean of ones is
         not 1 here, and nothing is known of it.
@@ -66,7 +66,7 @@ class ManyRanks:
 
 
 def _copy(bucket: dist.GradBucket, buffer: torch.Tensor) -> Any:
-    """A bucket with another buffer; DDP's own ends with the call of the hook."""
+    """A bucket with a different buffer; DDP's own ends with the call of the hook."""
     shapes = [gradient.shape for gradient in bucket.gradients()]
     parts = buffer.split([shape.numel() for shape in shapes])
     has = {

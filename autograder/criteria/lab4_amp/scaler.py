@@ -348,7 +348,7 @@ def judge_unscale(case: Case) -> list[Finding]:
             if kind != "implicit" and answer.get(f"in place/{kind}") is not True:
                 findings.append(
                     Finding(
-                        f"{what}: p.grad is another tensor than before. unscale_ works in place.",
+                        f"{what}: p.grad is not the tensor it was. unscale_ works in place.",
                         rank,
                     )
                 )

@@ -48,7 +48,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
             return answer
         first, second, third = saves[:3]
         job.clear()
-        # Who saves in a thread goes on until the next save, and whoever waits for it is not done.
+        # A save in a thread goes on until the next save, and whoever waits for it is not done.
         job.inputs = _with(inputs, steps=third + 1)
         with nodes(job, torchrun=False, dies_at=2) as processes:
             answer["ends"] = [_end_of(processes[0])]
@@ -147,7 +147,7 @@ _DIED = (
 
 
 def judge_lost(case: Case) -> list[Finding]:
-    """Who is left ends with an error; the resumed curve is the one without a break."""
+    """Whatever rank is left ends with an error; the resumed curve is the one without a break."""
     given, answer = case.inputs[0], case.answers[0]
     whole, saves = answer.get("whole/losses"), told(answer, "saves")
     if problem := _untrained(given, answer, whole):

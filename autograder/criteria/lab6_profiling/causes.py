@@ -1,9 +1,9 @@
 """Criteria for finding what slows a run down: each asks for one line of the lab's table.
 
 A run is made from a table: seconds of each part, per step and rank, which are drawn. So a criterion
-can ask for its own cause alone. Its runs are wrong for whoever takes another aggregate for this
-cause (a mean for the most, one rank for all), and other causes are so small and so equal on all
-ranks that another aggregate for them changes nothing. What has to do with all causes (the warm-up
+can ask for its own cause alone. Its runs are wrong for whoever takes a wrong aggregate for this
+cause (a mean for the most, one rank for all), and all other causes are so small and so equal on all
+ranks that no aggregate of them changes anything. What has to do with all causes (the warm-up
 step, sums over steps, the limit, what hides behind computation, any number of ranks) is asked for
 by "none" alone; all other runs have three ranks, like those that the lab makes up.
 
@@ -96,7 +96,7 @@ def _all_but(num_ranks: int, which: int) -> list[int]:
 
 
 def _buckets(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
-    """A slow network that all ranks see; and ranks that only wait for another one."""
+    """A slow network that all ranks see; and ranks that only wait for one of them."""
     for last in (0, 1, -1):
         run = _planted(rng, "buckets", lambda n: list(range(n)))
         run.hide("communication", 0.95)
@@ -143,7 +143,7 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
     run.add("communication", 0.15, None, [1])
     for rank in range(run.num_ranks):
         run.add("communication", 0.3, _all_but(run.num_ranks, rank), [rank + 2])
-    yield False, run, "in each step another rank is the last one, and over all steps each waits"
+    yield False, run, "in each step a different rank is the last one, and over all steps each waits"
 
     run = Run.quiet(rng, small=0.0)
     run.across = str(rng.choice(["loader", "copy", "host"]))
@@ -185,7 +185,7 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
         for shift, part in enumerate(("loader", "copy", "host", "compute")):
             who = [(rank + shift) % run.num_ranks]
             run.add(part, 0.2 if run.num_ranks > 3 else 0.17, who, [rank + 2])
-    yield True, run, "in each step another rank is slow, and over all steps none is"
+    yield True, run, "in each step a different rank is slow, and over all steps none is"
 
 
 _RUNS = {

@@ -328,7 +328,7 @@ def _left_under_way(case: Case) -> list[Finding]:
                     Finding(
                         f"step {step}: nobody waited for all-reduce {left[0]} of {len(found)}, so "
                         "its gradients may be no mean yet when finish() returns. Collectives may "
-                        "end in another order than that of their calls: wait for each.",
+                        "end in a different order than that of their calls: wait for each.",
                         rank,
                     )
                 ]
