@@ -173,20 +173,22 @@ def _release_table(made: Release) -> Table:
 
 
 def _term_table(weeks: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
-    """A row per lecture, a column per lab: how many of its code cells wait for the lab."""
+    """A row per lab, a column per lecture: how many of its code cells wait for the lab."""
     table = Table(
         box=box.SIMPLE_HEAD,
-        title="code cells that wait, while a lab is open and earlier labs are over",
+        padding=0,  # 80 columns suffice
+        title="code cells that wait while a lab is open, by lecture",
         caption="A cell that waits is there with its outputs, without its code.",
     )
-    table.add_column("lecture", no_wrap=True)
-    for lab in weeks:
-        table.add_column(
-            lab.partition("_")[0] if lab.startswith("lab") else lab, justify="right", no_wrap=True
-        )
-    for lecture in next(iter(weeks.values())):
-        cells = [weeks[lab][lecture] for lab in weeks]
-        table.add_row(lecture, *(f"{hidden}/{count}" if hidden else "·" for hidden, count in cells))
+    table.add_column("lab", no_wrap=True)
+    lectures = next(iter(weeks.values()))
+    for lecture in lectures:
+        table.add_column(lecture.partition("_")[0], justify="right", no_wrap=True, min_width=3)
+    for lab in sorted(weeks, key=lambda lab: not lab.startswith("lab")):
+        hidden = [weeks[lab][lecture][0] for lecture in lectures]
+        table.add_row(lab, *(str(number or "·") for number in hidden))
+    table.add_section()
+    table.add_row("of", *(str(count) for _, count in lectures.values()))
     return table
 
 

@@ -216,6 +216,19 @@ def test_while_a_lab_is_open_only_its_own_lecture_and_a_few_steps_wait():
             assert name[:2] == own[lab] or hidden < 8, f"{lab}: {name}: {hidden} of {count}"
 
 
+def test_the_plan_is_whole_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["release", "--plan"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line.split() and line.split()[0] in LABS]
+    assert [row[0] for row in rows] == sorted(LABS, key=lambda lab: not lab.startswith("lab"))
+    lectures = sorted(path.stem[:2] for path in (ROOT / "notebooks").glob("[0-9]*.py"))
+    assert ["lab", *lectures] in [line.split() for line in lines]
+    assert all(len(row) == 1 + len(lectures) and "…" not in row for row in rows)
+
+
 @pytest.mark.slow
 def test_all_that_is_left_can_be_imported_and_checks_work(released):
     code = """
