@@ -373,7 +373,7 @@ def judge_resize(case: Case) -> Iterator[Finding]:
                 break
         else:
             yield Finding(
-                f"{story} batch {other[0]} has other samples than without a change: the order "
+                f"{story} batch {other[0]} has different samples than without a change: the order "
                 "must not depend on the number of ranks.",
                 rank,
             )

@@ -165,7 +165,7 @@ def _told_by(event: Event, rank: int) -> tuple[int | None, ...]:
 
 
 def _alone(case: Case) -> list[Finding]:
-    """A finding if the call with one rank raised, or gave other gradients, but for a factor."""
+    """A finding if the call with one rank raised, or gave different gradients, but for a factor."""
     answer = case.answers[0]
     if isinstance(answer.get("raised"), str):
         return [

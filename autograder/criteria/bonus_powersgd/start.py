@@ -76,10 +76,10 @@ def judge_seed(case: Case) -> Iterator[Finding]:
                 problem = (
                     "differs from rank 0's. P = M Q can only be averaged if Q is the same on all "
                     "ranks: let it depend on seed and number alone. (hash() of a text is "
-                    "another one in every process.)"
+                    "a different one in every process.)"
                 )
             elif not _same(qs[0], qs[2], 1e-6):
-                problem = "has other numbers when the same seed is used again."
+                problem = "has different numbers when the same seed is used again."
             elif _same(qs[0], qs[1], 1e-3):
                 problem = "has the same numbers for two seeds."
             elif qs[0].size > MANY and not _is_normal(qs[0]):  # pyright: ignore

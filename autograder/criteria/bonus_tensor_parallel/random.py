@@ -58,7 +58,7 @@ def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values
     """Masks inside fork(): two of one stream, and one of each of four others.
 
     The stream with the seed again is that of the next run, in a new process; one more with this
-    seed is among more ranks. The others have other seeds, one of them 0.
+    seed is among more ranks. The others have different seeds, one of them 0.
     """
     answer: Values = {}
     torch.manual_seed(inputs["common"])
@@ -128,8 +128,8 @@ def judge_inside(case: Case) -> Iterator[Finding]:
         elif not np.array_equal(masks["first"][rank], masks["more"][rank]):
             n = case.world_size
             yield Finding(
-                f"among {n + 1} ranks in place of {n} the same seed gives this rank another mask: "
-                "it depends on the seed and the rank, on nothing else.",
+                f"among {n + 1} ranks in place of {n} the same seed gives this rank a different "
+                "mask: it depends on the seed and the rank, on nothing else.",
                 rank,
             )
 
@@ -178,7 +178,7 @@ def judge_outside(case: Case) -> list[Finding]:
                 return [
                     Finding(
                         f"after {after[i]} torch's own generator is not where it was: the mask is "
-                        "not the one that comes without it, and other ranks may draw another.",
+                        "not the one that comes without it, and ranks may draw different ones.",
                         rank,
                     )
                 ]

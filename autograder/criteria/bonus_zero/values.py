@@ -384,7 +384,7 @@ def judge_order(case: Case) -> list[Finding]:
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
     found = [harness.same_direction(case, r, "p", expected) for r in range(case.world_size)]
     return [
-        Finding(f"{f.message} On each rank other gradients were missing.", f.rank)
+        Finding(f"{f.message} On each rank different gradients were missing.", f.rank)
         for findings in found
         for f in findings
     ]

@@ -254,7 +254,7 @@ def judge_tail(case: Case) -> Iterator[Finding]:
 
 
 def _moves_samples(case: Case, number: int) -> bool:
-    """Whether rank 0 gets other samples in one epoch than in the next, as `judge_epoch` wants."""
+    """Whether rank 0 gets different samples in one epoch and the next, as `judge_epoch` wants."""
     first, second = (
         _collect(case, number, case.inputs[0]["settings"][number], visit) for visit in (0, 1)
     )

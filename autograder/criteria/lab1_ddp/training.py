@@ -116,7 +116,7 @@ def draw_train_steps(draw: Draw) -> list[Values]:
 
 
 def draw_train_epochs(draw: Draw) -> list[Values]:
-    """Three epochs with other samples in each, and still others in the epoch that is set before."""
+    """Three epochs with different samples in each, and again in the epoch that is set before."""
     rows = (EPOCHS + 1) * PER_RANK
     width = draw.world_size * rows
     inputs = []

@@ -264,7 +264,7 @@ def judge_loss(case: Case) -> Iterator[Finding]:
                 by_size = np.dot(losses, counts) / sum(counts)
                 if isinstance(got, np.ndarray) and np.allclose(got, by_size, rtol=1e-4):
                     continue
-                why = "Micro-batches of other sizes weigh less or more in the loss, too."
+                why = "A smaller or larger micro-batch weighs less or more in the loss, too."
             if isinstance(got, np.ndarray) and got.shape == ():
                 if np.isclose(got, expected / len(counts), rtol=1e-3):
                     why = f"That is the mean divided by {len(counts)} once more."

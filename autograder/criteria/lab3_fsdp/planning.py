@@ -100,7 +100,7 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
             (rates, "That is the sum of the ranks' own rates; all wait for the slowest."),
             (
                 samples[rank] * case.world_size / max(seconds),
-                "Ranks may have other numbers of samples than this one: add them up.",
+                "Ranks may have different numbers of samples: add them up.",
             ),
             (sum(samples) / max(whole), "The warm-up steps were timed as well."),
             (sum(samples) / seconds[rank], "Those are this rank's seconds, not the slowest's."),

@@ -207,7 +207,7 @@ def judge_safe(case: Case) -> Iterator[Finding]:
             elif got < expected:
                 hint = " With twice this scale nothing overflows yet."
             if len({len(_gradients(inputs, number)) for inputs in case.inputs}) > 1:
-                hint += " (Ranks have other numbers of tensors here.)"
+                hint += " (Ranks have different numbers of tensors here.)"
             yield Finding(
                 f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
                 f"got {got}.{hint}",

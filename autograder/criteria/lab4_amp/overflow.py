@@ -129,7 +129,7 @@ def judge_finds(case: Case) -> Iterator[Finding]:
                 if fine
                 else (
                     "The step has to be left out: not one parameter may change, and no "
-                    "optimizer.step() with other gradients either."
+                    "optimizer.step() with different gradients either."
                 )
             )
             for i, value in enumerate(expected):
@@ -240,6 +240,6 @@ def judge_agrees(case: Case) -> Iterator[Finding]:
         if not isinstance(scales[rank], list) or not same(scales[rank], scales[0]):
             yield Finding(
                 f"scales after each step: {scales[rank]}, on rank 0 {scales[0]}. Ranks with other "
-                "scales add up gradients of other sizes.",
+                "scales add up gradients of different sizes.",
                 rank,
             )

@@ -167,7 +167,7 @@ DAMAGE = (
     "the last byte is missing",
     "the second half is missing",
     "it is empty",
-    "it holds other bytes",
+    "it holds different bytes",
     "zeros in the middle",
     "two bytes have changed places",
 )
@@ -261,7 +261,7 @@ def _explain(got: Any, what: str, expected: int) -> str:
         return f"{text}{got}."
     if got[1] is not True:
         return (
-            f"{text}step {got[0]} with other numbers than were saved. torch.load does not notice: "
+            f"{text}step {got[0]} with numbers that were not saved. torch.load does not notice: "
             "save a checksum with the data (hashlib), and compare it before you use them."
         )
     return f"{text}{step_text(got[0])}."

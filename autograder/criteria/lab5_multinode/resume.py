@@ -192,8 +192,8 @@ def judge_training(case: Case) -> Iterator[Finding]:
             continue
         if answer.get("kept") is not True:
             yield Finding(
-                "after collect_state the model has other gradients, or is in another mode (train "
-                "or eval) than before: collect_state must not change the training.",
+                "after collect_state the model has different gradients, or is in a different mode "
+                "(train or eval) than before: collect_state must not change the training.",
                 rank,
             )
             continue
@@ -221,7 +221,7 @@ def judge_training(case: Case) -> Iterator[Finding]:
         if not any(wrongs) and not all(_identical(*pair) for pair in pairs):
             yield Finding(
                 "the resumed run is close to the one without a break, but not the same bit for "
-                "bit: is something converted to another type on the way?",
+                "bit: is something converted to a different type on the way?",
                 rank,
             )
 
