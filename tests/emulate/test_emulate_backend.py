@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from charged_net import DEPTH, WIDTH, Net, grading_cluster, plan_for
 
-from minidist.emulate import Charged, ChargePlan, PlanChannel, clusters, simulate
+from minidist.emulate import (
+    Charged,
+    ChargePlan,
+    CollectiveMismatch,
+    PlanChannel,
+    clusters,
+    simulate,
+)
 from minidist.emulate.teach import run, run_traced
 from minidist.errors import LaunchError
 
@@ -736,3 +743,26 @@ def test_what_is_under_way_must_not_be_written_to(what):
     with pytest.raises(LaunchError, match=r"float32\[10\]\) was under way when the tensor"):
         run_traced(write_in_flight, 2, what, False)
     run_traced(write_in_flight, 3, what, True)
+
+
+# ------------------------------------------------------------------ groups
+
+
+def group_by_members():
+    """Each rank makes only the groups that it belongs to, as people often do."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1] if rank < 2 else [2, 3])
+    try:
+        dist.all_reduce(torch.ones(2), group=group)
+    except CollectiveMismatch as error:
+        return str(error)
+    return "went well"
+
+
+def test_whoever_makes_only_its_own_groups_reads_why_that_fails():
+    texts, trace = run_traced(group_by_members, 4)
+    # The pair that came first may have its sum before the other pair names its group.
+    told = "all ranks have to call new_group for all groups"
+    assert sum(told in text for text in texts) >= 2
+    assert all(told in text or text == "went well" for text in texts)
+    assert told in trace.faults[0]

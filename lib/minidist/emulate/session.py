@@ -64,7 +64,8 @@ class Session:
         self._ledger = Ledger(world_size, plan, max_events)
         self._slots: dict[str, Slot] = {}
         self._waiting: dict[str, Slot] = {}  # slots with unanswered fetches
-        self._groups: dict[str, tuple[int, ...]] = {}
+        self._groups: dict[str, tuple[tuple[int, ...], int]] = {}  # ranks, and who named it first
+        self._apart: set[int] = set()  # ranks that have named a group as others named another
         self._counts: dict[tuple[str, int], int] = {}
         self._message_counts: dict[tuple[str, int], int] = {}
         self._bytes = 0
@@ -79,6 +80,9 @@ class Session:
         self._bytes += payload.nbytes
         if self._bytes > self._max_bytes:
             raise ProtocolError(f"the ranks sent more than {self._max_bytes} bytes in one session")
+        if rank in self._apart and kind in ("issue", "fetch", "poll", "wait"):
+            self._refuse(rank, header)
+            return
         if kind == "issue":
             self._issue(rank, header, payload)
             return
@@ -143,6 +147,8 @@ class Session:
 
     def _issue(self, rank: int, header: dict[str, Any], payload: np.ndarray) -> None:
         group, members = self._group(rank, header)
+        if rank in self._apart:
+            return
         kind = header.get("kind")
         call = parse_call(rank, header, payload, members)
         self._last[rank] = call.describe()
@@ -244,6 +250,11 @@ class Session:
         for slot in list(self._waiting.values()):
             self._flush(slot)
 
+    def _refuse(self, rank: int, header: dict[str, Any]) -> None:
+        """Answer a rank whose calls are in no slot; the session has failed."""
+        if header["t"] in ("fetch", "poll") and self.failure is not None:
+            self._reply(rank, {"q": request_number(header), "error": list(self.failure)}, None)
+
     def close(self, why: str) -> None:
         """Give each rank that still waits an error; a trace taken before does not change."""
         if self.failure is None:
@@ -288,10 +299,14 @@ class Session:
                 f"{self.world_size - 1}, and contain the caller"
             )
         members = tuple(ranks)
-        if self._groups.setdefault(name, members) != members:
-            raise ProtocolError(
-                f"group {name!r} has ranks {list(members)} here and "
-                f"{list(self._groups[name])} elsewhere"
+        known, first = self._groups.setdefault(name, (members, rank))
+        if known != members:
+            self._apart.add(rank)
+            self.fail(
+                "mismatch",
+                f"rank {first} made a group of the ranks {list(known)} when rank {rank} made one "
+                f"of {list(members)}: all ranks have to call new_group for all groups, in the same "
+                "order, also for those to which they do not belong",
             )
         if len(self._groups) > _MAX_GROUPS:
             raise ProtocolError(f"more than {_MAX_GROUPS} groups in one session")
