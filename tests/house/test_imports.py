@@ -252,7 +252,10 @@ def test_only_plots_and_widgets_import_matplotlib_and_ipywidgets():
         "minidist.kernel",
         "minidist.kernel.front",
         *(f"autograder.criteria.{lab}.table" for lab in lab_names()),
-        *(f"autograder.cli.{part}" for part in ("collect", "grade_steps", "later", "watch_round")),
+        *(
+            f"autograder.cli.{part}"
+            for part in ("besides_grading", "collect", "grade_steps", "watch_round")
+        ),
         "autograder.proof.verify",
     ],
 )
