@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,6 +52,7 @@ class Row:
     messages: dict[str, str]
     parts: tuple[str, ...] = ()
     extra: frozenset[str] = frozenset()  # criteria with extra points, which may be BLOCKED here
+    says: Mapping[str, str] = field(default_factory=dict)  # criterion -> words of its message
 
     def wrong(self) -> dict[str, str]:
         """Criterion -> what is wrong with its cell."""
@@ -64,6 +65,10 @@ class Row:
             if not right:
                 why = self.messages.get(name)
                 found[name] = f"expected {want or 'a loss'}, got {got or 'nothing'}: {why}"
+            elif got != Status.BLOCKED and (words := self.says.get(name, "")):
+                said = " ".join(self.messages.get(name, "").split())
+                if words not in said:
+                    found[name] = f"its message does not say {words!r}: {said}"
         return found
 
 
@@ -199,6 +204,7 @@ def _row(lab: Lab, entry: ZooEntry, record: Record) -> Row:
         messages={name: c.message for name, c in record.by_name.items()},
         parts=tuple(part.name for part in entry.parts),
         extra=frozenset(c.name for c in lab.criteria if c.extra),
+        says=entry.says,
     )
 
 
@@ -245,13 +251,16 @@ def choose_entries(
 def choose_covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
     """Reference, starter, one right submission, and a few wrong ones.
 
-    The wrong ones together lose every criterion. Criteria with extra points do not count, because
-    most machines lack the hardware to test them.
+    Those with a `says:` line are among them, and together the wrong ones lose every criterion.
+    Criteria with extra points do not count, because most machines lack the hardware to test them.
     """
     missing = {criterion.name for criterion in lab.criteria if not criterion.extra}
     right = [e for e in entries if not e.loses and e.name != "reference"][:1]
     chosen = [e for e in entries if e.name in ("reference", "starter")] + right
     wrong = [e for e in entries if e.loses and e.loses != "everything"]
+    for entry in (e for e in entries if e.says):
+        missing -= set(entry.loses)
+        chosen.append(entry)
     while missing and wrong:
         best = max(wrong, key=lambda e: len(missing & set(e.loses)))
         if not missing & set(best.loses):

@@ -8,6 +8,7 @@ of them (`zoo_file.py`). What it says of the submission has these lines:
 - `class: example` (optional) puts the submission into the class that `make grade` shows.
 - `because:` says why one fault costs several criteria; where it does, the line must be there.
 - `status:` (optional) names the exact status of a lost criterion; without it any loss will do.
+- `says:` (optional) names a lost criterion and words that its message must have.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class ZooEntry:
         docstring: what is special about the submission.
         loses: the criteria that the submission must lose; it must pass all others.
         statuses: criterion -> status, for criteria of `loses` with a `status:` line.
+        says: criterion -> words of its message, for criteria of `loses` with a `says:` line.
         in_example: whether it is in the class that `make grade` shows (`class: example`).
         notebook: what the student hands in.
         replaced: name of a replaced solution cell -> its source.
@@ -52,6 +54,7 @@ class ZooEntry:
     docstring: str
     loses: frozenset[str] | Literal["everything"]
     statuses: dict[str, str] = field(default_factory=dict)
+    says: dict[str, str] = field(default_factory=dict)
     in_example: bool = False
     notebook: NotebookNode
     replaced: dict[str, str] = field(default_factory=dict)
@@ -155,7 +158,7 @@ def _load_entry(py: Path, lab: str, bases: dict[str, bytes]) -> ZooEntry:
         replaced[name] = by_id[name].source = change(by_id[name].source)
 
     criteria = {criterion.name for criterion in get_lab(lab).criteria}
-    loses, statuses = _expectations(py, docstring, criteria)
+    loses, statuses, says = _expectations(py, docstring, criteria)
     if bool(loses) == py.stem.startswith("right_") and py.stem != "reference":
         raise BuildError(f"{py}: right_NAME.py loses nothing, and only that; it loses {loses!r}")
     return ZooEntry(
@@ -163,6 +166,7 @@ def _load_entry(py: Path, lab: str, bases: dict[str, bytes]) -> ZooEntry:
         docstring=docstring,
         loses=loses,
         statuses=statuses,
+        says=says,
         in_example=_line(docstring, "class") == "example",
         notebook=notebook,
         replaced=replaced,
@@ -211,6 +215,7 @@ def _combined(parts: Sequence[ZooEntry]) -> ZooEntry:
         docstring="\n".join(part.name for part in parts),
         loses=frozenset[str]().union(*(part.loses for part in parts)),
         statuses={name: status for part in parts for name, status in part.statuses.items()},
+        says={name: words for part in parts for name, words in part.says.items()},
         notebook=notebook,
         replaced=replaced,
         parts=tuple(parts),
@@ -219,7 +224,7 @@ def _combined(parts: Sequence[ZooEntry]) -> ZooEntry:
 
 def _expectations(
     py: Path, docstring: str, criteria: set[str]
-) -> tuple[frozenset[str] | Literal["everything"], dict[str, str]]:
+) -> tuple[frozenset[str] | Literal["everything"], dict[str, str], dict[str, str]]:
     value = _line(docstring, "loses")
     if not value:
         raise BuildError(f"{py}: the docstring needs a line 'loses: criterion, criterion'")
@@ -229,17 +234,18 @@ def _expectations(
     elif value != "nothing":
         loses = frozenset(re.split(r"[,\s]+", value.strip(", ")))
     statuses = dict(re.findall(r"^status:\s*(\w+)\s+([A-Z_]+)\s*$", docstring, re.MULTILINE))
-    named = set(statuses) | (set() if loses == "everything" else set(loses))
+    says = dict(re.findall(r"^says:\s*(\w+)\s+(.+?)\s*$", docstring, re.MULTILINE))
+    named = set(statuses) | set(says) | (set() if loses == "everything" else set(loses))
     if unknown := sorted(named - criteria):
         raise BuildError(f"{py}: no such criteria: {unknown}; the lab has {sorted(criteria)}")
-    if loses != "everything" and (extra := sorted(set(statuses) - loses)):
-        raise BuildError(f"{py}: status: lines for criteria that are not in loses: {extra}")
+    if loses != "everything" and (extra := sorted((set(statuses) | set(says)) - loses)):
+        raise BuildError(f"{py}: status: or says: for criteria that are not in loses: {extra}")
     if loses != "everything" and len(loses) > 1 and not _line(docstring, "because"):
         raise BuildError(
             f"{py}: loses {len(loses)} criteria. One fault costs one criterion (see "
             "`Criterion.stand_ins`), or a line 'because: ...' says why not"
         )
-    return loses, statuses
+    return loses, statuses, says
 
 
 def _line(docstring: str, key: str) -> str:

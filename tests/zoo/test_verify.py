@@ -67,6 +67,16 @@ def test_every_cell_is_held_against_its_docstring(expected, got, differs):
     assert row("x", {"a": expected}, {}).wrong()  # a criterion without a verdict
 
 
+@pytest.mark.parametrize(
+    ("message", "differs"), [("A and\n b c", False), ("a b", True), ("", True)]
+)
+def test_a_message_has_the_words_that_the_docstring_names(message, differs):
+    got = dataclasses.replace(
+        row("x", {"a": ""}, {"a": "WRONG"}), messages={"a": message}, says={"a": "and b"}
+    )
+    assert bool(got.wrong()) is differs
+
+
 def test_what_needs_a_gpu_proves_nothing_without_one():
     for expected in ("PASS", "", "WRONG"):
         blocked = dataclasses.replace(

@@ -175,6 +175,13 @@ def explain_gradient(
         return "That is this rank's own gradient: it was never reduced."
     if agrees(got, mean_grad / world_size):
         return "That is the mean divided by the world size once more."
+    on_node = world_size - 1  # see `places.on_two_nodes`
+    if on_node > 1 and agrees(got, mean_grad * world_size / on_node):
+        return (
+            f"That is the sum divided by {on_node}, not by {world_size}: this rank's node has "
+            f"{on_node} ranks. Is LOCAL_WORLD_SIZE taken for WORLD_SIZE, or a number written into "
+            "the code?"
+        )
     if world_size != 2 and agrees(got, mean_grad * world_size / 2):
         return "That is the sum divided by 2: is the number of ranks written into the code?"
     return ""

@@ -1,6 +1,7 @@
 """Divides by LOCAL_WORLD_SIZE, the ranks of one node.
 
 loses: ddp_gradients
+says: ddp_gradients Is LOCAL_WORLD_SIZE taken for WORLD_SIZE
 """
 
 

@@ -1,9 +1,8 @@
 """Makes the groups of a single node, and of nodes of one rank, on their members only.
 
-The emulated cluster drops ranks that break its rules, so the next check needs fresh ranks.
-
 loses: hier_values
 status: hier_values STUDENT_ERROR
+says: hier_values all ranks have to call new_group for all groups
 """
 
 

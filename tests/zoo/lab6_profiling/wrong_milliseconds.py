@@ -2,6 +2,7 @@
 
 loses: prof_spans_cpu, prof_spans_gpu
 because: no time of any trace is right
+says: prof_spans_cpu start is ts / 1e6, and end is (ts + dur) / 1e6
 """
 
 
