@@ -358,8 +358,8 @@ check("pipe_kept", peak_kept)
 # - `idle_seconds(num_stages, num_micro_batches, forward_s, backward_s)`: the seconds of a step in
 #   which a rank is idle.
 # - `micro_batches_for(num_stages, most_bubble)`: the smallest number of micro-batches, at least 1,
-#   whose `bubble_fraction` is `most_bubble` (above 0) or less. Where only rounding decides, one more
-#   passes, too.
+#   whose `bubble_fraction` is `most_bubble` (above 0) or less. Where only rounding decides, one
+#   more passes, too.
 #
 # Some papers divide the idle time by the *busy* time, and get $(P - 1) / M$. With few micro-batches
 # that is more than one. It is a ratio, not a share.
