@@ -60,6 +60,27 @@ def test_a_child_stands_where_its_asker_stands(tmp_path, monkeypatch):
     assert not answer["session"]
 
 
+@pytest.mark.parametrize("package", ["minidist", "autograder"])
+def test_its_code_is_ours_whatever_lies_in_the_working_folder(tmp_path, package):
+    """Such as another checkout of the course, in which somebody calls this one's `autograder`."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise SystemExit('the wrong one')\n")
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "asks.py"
+    script.write_text(
+        "from minidist.processes.fork_server import fork\n"
+        "def where(pipe):\n"
+        "    import autograder, minidist\n"
+        "    pipe.send([autograder.__file__, minidist.__file__])\n"
+        "print(fork(where).pipe.recv())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert str(tmp_path) not in done.stdout
+    assert done.stdout.count("__init__.py") == 2, done.stderr
+
+
 def test_or_where_it_is_sent(tmp_path):
     answer = told(env={"COLOUR": "blue"}, cwd=tmp_path, new_session=True)
     assert (answer["cwd"], answer["colour"], answer["session"]) == (str(tmp_path), "blue", True)

@@ -212,8 +212,10 @@ class Server:
             self._end()
         requests, theirs = socket.socketpair()
         with theirs:
+            # As here, and not from the working folder first: that may be a checkout of this course.
             code = (
-                "import sys; from minidist.processes.fork_server import main; main(*sys.argv[1:])"
+                f"import sys; sys.path[:] = {sys.path!r}; "
+                "from minidist.processes.fork_server import main; main(*sys.argv[1:])"
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), *self._preload],
