@@ -462,7 +462,9 @@ def refused_on_every_rank(directory):
     for part in (sharded, adam, masters, WeightAverage(model.parameters())):
         for use in (Checkpoints(directory).save, lambda _, **kw: Checkpoints(directory).load(**kw)):
             Checkpoints(directory).save(7, shared={"part": Value(0)})
-            with pytest.raises(CheckpointError, match=f"{type(part).__name__}, holds a different part"):
+            with pytest.raises(
+                CheckpointError, match=f"{type(part).__name__}, holds a different part"
+            ):
                 use(8, shared={"part": part})
     del zero
     done()
