@@ -1,4 +1,4 @@
-"""Right, but cells of its own leave behind what ends ranks later: threads, a timer, a callback.
+"""Right, but cells of its own leave behind what ends ranks later: threads, a timer, callbacks.
 
 When a rank ends is a matter of luck, so each of them waits for a random time.
 
@@ -27,3 +27,8 @@ handle = asyncio.get_event_loop().call_later(luck.uniform(0.1, 2.0), sys.exit)
 late = threading.Thread(target=lambda: (time.sleep(luck.uniform(0.0, 2.0)), os.abort()))
 late.daemon = True
 late.start()
+
+# %% put="after task4_train"
+import atexit
+
+atexit.register(os._exit, 3)
