@@ -956,6 +956,52 @@ with demo("all tasks"):
 # `fully_shard` has a little more than its formula: it cuts by rows, which three do not divide.
 
 # %% [markdown]
+# ## Yours beside the course's
+#
+# The next cell trains one network with both of your stages, with the course's own, and with DDP.
+# All get the same weights and batches, so the losses must agree. Compare calls and bytes of a step:
+# what does a reduce-scatter save? The time is measured here, where other programs disturb it, and
+# on the emulated cluster, where only the network and overlap count.
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+#
+#
+# def stage(make_optimizer):
+#     def begin(net):
+#         optimizer = make_optimizer([{"params": layer.parameters()} for layer in net])
+#
+#         def step(x, y):
+#             loss = nn.functional.mse_loss(net(x), y)
+#             loss.backward()
+#             if hasattr(optimizer, "reduce"):  # yours; the course's does it in backward or step
+#                 optimizer.reduce()
+#             optimizer.step()
+#             optimizer.zero_grad()
+#             return loss
+#
+#         return step
+#
+#     return begin
+#
+#
+# with demo("all tasks"):
+#     sgd = torch.optim.SGD
+#     first = find("minidist.parallel.zero:ShardedOptimizer")
+#     second = find("minidist.parallel.zero:Zero2Optimizer")
+#     beside(
+#         {
+#             "yours, ZeRO-1": stage(lambda groups: ZeRO1(groups, sgd, lr=0.1)),
+#             "yours, ZeRO-2": stage(lambda groups: ZeRO2(groups, sgd, lr=0.1)),
+#             "the course's, 1": first
+#             and stage(lambda groups: first(groups, sgd, average_gradients=True, lr=0.1)),
+#             "the course's, 2": second and stage(lambda groups: second(groups, sgd, lr=0.1)),
+#             "DDP": training(DistributedDataParallel),
+#         },
+#         device=DEVICE,
+#     )
+
+# %% [markdown]
 # ## Reflect
 #
 # Two points each, beyond the hundred, read by a person.

@@ -1260,6 +1260,41 @@ check("prof_bucket_sends", GradientBuckets)
 check("prof_efficiency", GradientBuckets)
 
 # %% [markdown]
+# **Yours beside PyTorch's.** The next cell trains one network in your buckets, with PyTorch's DDP,
+# and with the course's own; all cut at the same size. They get the same weights and batches, so the
+# losses must agree, and the bytes, too. The time of a step is measured here, where other programs
+# disturb it, and on the emulated cluster, where only overlap and buckets count.
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+#
+#
+# class InYourBuckets(nn.Module):
+#     def __init__(self, net):
+#         super().__init__()
+#         self.net = net
+#         sizes = [p.nbytes for p in net.parameters()]
+#         self.buckets = GradientBuckets(net, plan_buckets(sizes, 600_000))
+#
+#     def forward(self, x):
+#         return self.net(x)
+#
+#     def finish_gradient_synchronization(self):
+#         self.buckets.finish()
+#
+#
+# with demo("task 5"):
+#     ours = find("minidist.parallel.data:BucketedDDP")
+#     beside(
+#         {
+#             "yours": training(InYourBuckets),
+#             "PyTorch's": training(lambda net: DistributedDataParallel(net, bucket_cap_mb=0.6)),
+#             "the course's": ours and training(lambda net: ours(net, bucket_bytes=600_000)),
+#         },
+#         device=device,
+#     )
+
+# %% [markdown]
 # ## Task 6 · How it scales
 #
 # **Why.** "Twice the GPUs, 1.9 times as fast" is the number that people ask for. There are two of

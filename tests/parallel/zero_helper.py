@@ -171,10 +171,10 @@ def train(
     if add_group:
         params, late = params[:-2], params[-2:]
     listed: Any = params
-    if groups:  # no weight decay for biases and norms, as one does
+    if groups:  # no weight decay for biases and norms, and iterators, as `layer.parameters()` is
         listed = [
-            {"params": [p for n, p in net.named_parameters() if "bias" not in n]},
-            {"params": [p for n, p in net.named_parameters() if "bias" in n], "weight_decay": 0.3},
+            {"params": (p for n, p in net.named_parameters() if "bias" not in n)},
+            {"params": (p for n, p in net.named_parameters() if "bias" in n), "weight_decay": 0.3},
         ]
     opt = engine.optimize(listed, optimizer_class, **hyper)
     if start is not None:
@@ -186,7 +186,7 @@ def train(
     first = 0 if start is None else start["steps"]
     for step, batch in enumerate(net.batches(10)[first : first + steps]):
         if add_group and step == 3:
-            opt.add_param_group({"params": late, "lr": 0.01})
+            opt.add_param_group({"params": iter(late), "lr": 0.01})
         share = [engine.share(part) for part in batch]
 
         def backward(share: Any = share) -> torch.Tensor:

@@ -107,7 +107,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"{type(self).__name__}: bucket_bytes must be positive")
-        params = list(params)
+        # Lists, since an iterator could be looked at only once.
+        params = [
+            {**each, "params": listed(each["params"])} if isinstance(each, dict) else each
+            for each in params
+        ]
         self._make_inner = partial(optimizer_class, **kwargs)
         # It has the same groups as this optimiser, but each holds only this rank's part (maybe
         # nothing).
@@ -162,11 +166,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also after training has begun; every rank must add the same."""
         # A parameter that is listed twice (manually passed tied weights) is one parameter.
-        listed = param_group["params"]
-        listed = [listed] if isinstance(listed, Tensor) else listed
-        if not isinstance(listed, set):  # torch rejects a set, because a set has no order
-            listed = list(dict.fromkeys(listed))
-        super().add_param_group({**param_group, "params": listed})
+        params = listed(param_group["params"])
+        if isinstance(params, list):
+            params = list(dict.fromkeys(params))
+        super().add_param_group({**param_group, "params": params})
         added = self.param_groups[-1]
         before = sum(len(group["params"]) for group in self.param_groups[:-1])
         refuse_pieces(map(self._form, added["params"]), type(self).__name__)
@@ -457,11 +460,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return cuts
 
 
+def listed(params: Any) -> list[Any] | set[Any]:
+    """A group's parameters as a list; a set stays one, which torch rejects: it has no order."""
+    if isinstance(params, set):
+        return params
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
 def device_of(params: list[Any]) -> torch.device:
-    """The device of the first parameter in a list of parameters, or of groups."""
+    """The device of the first parameter in a list of parameters, or of groups with lists."""
     first = params[0] if params else None
     if isinstance(first, dict):
-        listed = first["params"]
-        first = listed if isinstance(listed, Tensor) else next(iter(listed), None)
+        first = next(iter(first["params"]), None)
     first = first[1] if isinstance(first, tuple) else first  # named parameters
     return first.device if isinstance(first, Tensor) else torch.device("cpu")

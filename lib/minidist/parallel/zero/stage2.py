@@ -42,7 +42,7 @@ from minidist.errors import named_rank
 from minidist.parallel.zero.buckets import ShardedBucket, elements_of
 from minidist.parallel.zero.elementwise import refuse_whole, why_not_elementwise
 from minidist.parallel.zero.partition import Layout, Piece, by_element
-from minidist.parallel.zero.stage1 import ShardedOptimizer, device_of
+from minidist.parallel.zero.stage1 import ShardedOptimizer, device_of, listed
 from minidist.unsupported import Unsupported
 
 TWICE = Unsupported(
@@ -104,9 +104,8 @@ class Zero2Optimizer(ShardedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also after training has begun; every rank must add the same."""
-        listed = param_group["params"]
-        listed = [listed] if isinstance(listed, Tensor) else list(listed)
-        tensors = [each[1] if isinstance(each, tuple) else each for each in listed]
+        params = listed(param_group["params"])
+        tensors = [each[1] if isinstance(each, tuple) else each for each in params]
         strided = [
             f"a parameter of shape {tuple(p.shape)} with strides {p.stride()} is not contiguous "
             "and cannot be cut by element; make it contiguous, or use ShardedOptimizer"
@@ -114,7 +113,7 @@ class Zero2Optimizer(ShardedOptimizer):
             if isinstance(p, Tensor) and not p.is_contiguous()
         ]
         raise_on_all(strided[0] if strided else None, self.group, "Zero2Optimizer")
-        super().add_param_group(param_group)
+        super().add_param_group({**param_group, "params": params})
 
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
         # Backward reaches the last parameters first, so their buckets come first.
