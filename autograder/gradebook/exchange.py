@@ -140,9 +140,8 @@ class Exchange:
 
         if not self.outbound.is_dir():
             self.outbound.mkdir()
-            self.outbound.chmod(
-                0o711
-            )  # as nbgrader makes it: whoever knows a name may read the page
+            # As nbgrader makes it: whoever knows a name may read the page.
+            self.outbound.chmod(0o711)
         name = notebook_hash(secret=secret, notebook_id=lab)
         write_whole(self.outbound / f"{name}.html", page, mode=0o644)
 
