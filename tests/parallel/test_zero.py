@@ -564,3 +564,17 @@ def only_the_models_zero_grad():
 
 def test_a_loop_may_clear_the_models_gradients_only():
     run(only_the_models_zero_grad, 2)
+
+
+def group_without_parameters_on_one_rank():
+    dist.init_process_group("gloo")
+    groups = [
+        {"params": nn.Linear(3, 3).parameters()},
+        {"params": 5 if dist.get_rank() == 1 else []},
+    ]
+    with pytest.raises((TypeError, ValueError), match="'int' object is not iterable"):
+        ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
+
+
+def test_every_rank_hears_of_a_group_that_one_rank_cannot_read():
+    run(group_without_parameters_on_one_rank, 3)

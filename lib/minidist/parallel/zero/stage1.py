@@ -107,18 +107,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"{type(self).__name__}: bucket_bytes must be positive")
-        # Lists, since an iterator could be looked at only once.
-        params = [
-            {**each, "params": listed(each["params"])} if isinstance(each, dict) else each
-            for each in params
-        ]
         self._make_inner = partial(optimizer_class, **kwargs)
         # It has the same groups as this optimiser, but each holds only this rank's part (maybe
         # nothing).
         self.group = group_or_world(group)
-        self.inner = self._try(lambda: self._make_inner([{"params": []}]))
+        given, self.inner = self._try(
+            lambda: (_with_lists(params), self._make_inner([{"params": []}]))
+        )
         self.inner.param_groups.clear()
-        self._try(lambda: self._check_kind(type(self.inner).__name__, params))
+        self._try(lambda: self._check_kind(type(self.inner).__name__, given))
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.average_gradients = average_gradients
@@ -128,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loads = [0] * self.world_size
         self._averaged = False
         self._handed_over = False
-        super().__init__(params, self.inner.defaults)
+        super().__init__(given, self.inner.defaults)
         self.state = self.inner.state
 
     def _try(self, make: Callable[[], Any]) -> Any:
@@ -458,6 +455,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 shape = self._form(param).shape
                 cuts[mine] = Cut(number[id(param)], shape, piece.begin, piece.end, master)
         return cuts
+
+
+def _with_lists(params: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups that hold lists: an iterator could be looked at only once."""
+    return [
+        {**each, "params": listed(each["params"])} if isinstance(each, dict) else each
+        for each in params
+    ]
 
 
 def listed(params: Any) -> list[Any] | set[Any]:
