@@ -75,11 +75,12 @@ verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong s
 soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
 	@$(BIN)/python tests/helpers/soak.py $(SOAK_ARGS)
 
-nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, every attack, the proof one by one, solutions at 1 to 4 and 8 ranks, every layout of lecture 9, 1,000 submissions through Slurm, every benchmark once (FAULTS=...)
+nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, every attack, the proof one by one and with other draws, solutions at 1 to 4 and 8 ranks, students' lectures, every layout of lecture 9, 1,000 submissions through Slurm, every benchmark once (FAULTS=...)
 	@$(BIN)/python tests/helpers/faults.py $(FAULTS)
 	@ATTACKS=all $(BIN)/python -m pytest tests/attacks/test_attacks.py
 	@$(BIN)/python -m autograder verify --alone
-	@SIZES=all $(BIN)/python -m pytest tests -k "runs_as_a_script or tiny_jobs or best_of_all"
+	@$(BIN)/python -m autograder verify --draws 20
+	@SIZES=all $(BIN)/python -m pytest tests -k "runs_as_a_script or tiny_jobs or best_of_all or in_the_students_folder"
 	@$(BIN)/python benchmarks --quick
 	@$(BIN)/python benchmarks/stock_graders.py --only hooks/ast_transformer
 

@@ -377,7 +377,7 @@ display(
 # In `minidist.collectives` an algorithm is *data*: a list of steps, each a list of messages. The
 # same list is executed, drawn and costed, so the picture cannot disagree with the program.
 # (`schedule.py` and `algorithms.py` in `lib/minidist/collectives/` are worth reading; so is
-# `executor.py`, the one loop that runs them all.)
+# `transport.py`, the one loop that runs them all.)
 
 # %%
 # %%rank 0
@@ -1979,7 +1979,7 @@ display(
 
 # %% [markdown]
 # `batch_isend_irecv` posts both before it waits for either. A ring of sends needs the same: if
-# every rank sends first, all wait. That is why `executor.py` posts its receives before its sends.
+# every rank sends first, all wait. That is why `transport.py` posts its receives before its sends.
 #
 # ## Now you
 #

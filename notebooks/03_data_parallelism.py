@@ -1877,7 +1877,7 @@ def start(*words: str) -> subprocess.CompletedProcess:
             env=CLEAN | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=55,
+            timeout=300,
             check=False,
         )
 

@@ -222,7 +222,7 @@ def start_nodes(script: list[str], num_nodes: int, **options) -> list[subprocess
 
 
 agents = start_nodes([str(SCRIPT), str(work)], 2, nnodes="2", nproc_per_node=1)
-codes = [agent.wait(55) for agent in agents]
+codes = [agent.wait(300) for agent in agents]
 who = [json.loads((work / f"rank{r}.json").read_text()) for r in range(2)]
 for each in who:
     print(each)
@@ -301,7 +301,7 @@ lonely = torchrun_command(
 conf = next(i for i, word in enumerate(lonely) if word.startswith("--rdzv-conf"))
 lonely[conf] += ",join_timeout=3"
 began = time.monotonic()
-ended = subprocess.run(lonely, env=QUIET, capture_output=True, text=True, timeout=60, check=False)
+ended = subprocess.run(lonely, env=QUIET, capture_output=True, text=True, timeout=300, check=False)
 waited = time.monotonic() - began
 message = [line for line in ended.stderr.splitlines() if "Rendezvous" in line][-1:]
 print(f"code {ended.returncode} after {waited:.0f} s: {message}")
@@ -1010,7 +1010,7 @@ job.mkdir(exist_ok=True)
 agents = start_nodes([str(TRAIN), str(job), str(STEPS), "0.1"], 2, nnodes="1:2", max_restarts=2)
 
 
-def wait_for(size: int, num_rows: int, limit_s: float = 50.0) -> None:
+def wait_for(size: int, num_rows: int, limit_s: float = 300.0) -> None:
     """Until so many steps have been done by so many ranks, or the first agent has ended."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end and agents[0].poll() is None:
@@ -1034,7 +1034,7 @@ print(f"killed node 1 after step {rows_of(job)[-1][0]}, with {began_with} ranks"
 # %%rank 0
 wait_for(1, 1)  # its worker fails; it meets again, alone, and loads the checkpoint
 try:
-    code = agents[0].wait(50)
+    code = agents[0].wait(300)
 finally:
     for agent in agents:
         if agent.poll() is None:
@@ -1052,7 +1052,7 @@ print(f"node 0 ended with code {code}; it went on at step {after[0][0]}, {back_s
 calm = work / "calm"
 calm.mkdir(exist_ok=True)
 command = torchrun_command([str(TRAIN), str(calm), str(STEPS), "0"], nproc_per_node=1)
-subprocess.run(command, env=QUIET | gpus_of(0, 2), check=True, timeout=50, capture_output=True)
+subprocess.run(command, env=QUIET | gpus_of(0, 2), check=True, timeout=300, capture_output=True)
 calm_losses = {row[0]: row[1] for row in rows_of(calm)}
 final = {row[0]: row[1] for row in rows}  # the last time each step was done
 
@@ -1264,7 +1264,7 @@ def start_replica(role: int) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.PIPE)
 
 
-def wait_for_steps(condition, limit_s: float = 50.0) -> list:
+def wait_for_steps(condition, limit_s: float = 300.0) -> list:
     """Rows of a group that stays, once they fulfil the condition, or when the time is up."""
     end, log = time.monotonic() + limit_s, groups / f"{(LOST + 1) % 3}.jsonl"
     while True:

@@ -44,6 +44,7 @@ hypothesis.settings.load_profile("ci")
 HELPERS = ("minidist.processes.fork_server", "multiprocessing")  # end with pytest
 
 _skipped: dict[str, str] = {}  # test -> reason
+_terminal: pytest.TerminalReporter | None = None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,8 +151,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all("@" in item.nodeid for item in groups), "this pytest breaks --dist loadgroup"
 
 
+@pytest.hookimpl(trylast=True)  # after the reporter is there
+def pytest_configure(config: pytest.Config) -> None:
+    global _terminal
+    _terminal = config.pluginmanager.get_plugin("terminalreporter")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _note(report)
+    if report.failed and _terminal and not hasattr(_terminal.config, "workerinput"):
+        # At once: a run that is cut off at its time limit prints no summary.
+        why = report.longreprtext.strip().splitlines()
+        said = [line for line in why if line.startswith("E ")] or why[-1:]
+        _terminal.write_line(f"\n{report.when} failed: {report.nodeid}", red=True)
+        for line in said[:15]:
+            _terminal.write_line(line[:300])
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -47,7 +47,7 @@ def _add_replay(commands: Any) -> None:
 
 def _replay(options: argparse.Namespace, console: Console) -> int:
     from autograder.records.grading import read_history
-    from autograder.regrading.history import find_grading
+    from autograder.regrading.find_gradings import find_grading
     from autograder.regrading.replay import explain, replay, replay_table
     from autograder.submission.choose_box import choose_sandbox
     from autograder.submission.engine import InfrastructureError
@@ -149,7 +149,7 @@ def _column(text: str) -> tuple[str, str]:
 
 
 def _publish(options: argparse.Namespace, console: Console) -> int:
-    from autograder.gradebook.publish import Options, publish, save
+    from autograder.gradebook.publish import PublishOptions, publish, save
     from autograder.gradebook.roster import read_roster
 
     if options.out_of is not None and not 0 < options.out_of < 1e6:
@@ -158,7 +158,7 @@ def _publish(options: argparse.Namespace, console: Console) -> int:
     published = publish(
         course,
         options.to,
-        Options(
+        PublishOptions(
             labs=tuple(dict.fromkeys(options.lab)),
             roster=read_roster(options.roster, options.id) if options.roster else None,
             columns=dict(options.column),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from autograder.course.course import Course
 from autograder.criteria import lab_names
 from autograder.plain_text import clean, say
 from autograder.records.grading import read_history
-from autograder.regrading.history import choose, handed_in_before
+from autograder.regrading.find_gradings import choose, handed_in_before
 from autograder.submission.find import Found, find_submissions
 
 
@@ -59,9 +60,10 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
         say(console, clean(line))
     if options.executor == "pool":
         pool.begin(options.lab)  # it imports torch while this process looks at the class
-    from autograder.cli.grade_steps import GradeCommand
+    from autograder.cli.grade_steps import GradeCommand, GradeOptions
 
-    command = GradeCommand(options, console, course, found)
+    chosen = {field.name: getattr(options, field.name) for field in fields(GradeOptions)}
+    command = GradeCommand(GradeOptions(**chosen), console, course, found)
     command.choose_runner()
     command.grade()
     command.show_changes()

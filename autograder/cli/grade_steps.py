@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,27 @@ from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Found
 
 
+@dataclass(kw_only=True)
+class GradeOptions:
+    """The options of `autograder grade`, named as there."""
+
+    lab: str
+    executor: str = "pool"
+    jobs: int | None = None
+    trusted: bool = False
+    ranks: int | None = None
+    paths: Sequence[Path] = ()
+    student: Sequence[str] = ()
+    example: bool = False
+    no_gradebook: bool = False
+    json: Path | None = None
+
+
 class GradeCommand:
     """Grades a class in steps; each step stores what later steps need."""
 
     def __init__(
-        self, options: argparse.Namespace, console: Console, course: Course, found: Found
+        self, options: GradeOptions, console: Console, course: Course, found: Found
     ) -> None:
         self.options, self.console, self.course = options, console, course
         self.submissions = found.submissions
@@ -137,7 +154,7 @@ class GradeCommand:
 
     def write_json(self) -> None:
         """Writes all records as JSON, if `--json` is given."""
-        path: Path | None = self.options.json
+        path = self.options.json
         if path is None:
             return
         nothing: dict[str, Any] = {"score": None, "max_score": None, "criteria": []}

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autograder.cli.arguments import EXCHANGE
-from autograder.cli.grade_steps import GradeCommand
+from autograder.cli.grade_steps import GradeCommand, GradeOptions
 from autograder.cli.stop import Stop
 from autograder.course.calendar import say_time
 from autograder.course.course import Course, CourseError
@@ -200,17 +200,11 @@ class LabWatch:
 
     def _command(self, batch: Sequence[Incoming], console: Console | None = None) -> GradeCommand:
         """`autograder grade` for these; it says nothing, as a line per student is enough."""
-        options = argparse.Namespace(
+        options = GradeOptions(
             lab=self.lab,
             jobs=self.options.jobs,
             executor=self.options.executor,
             trusted=self.options.trusted,
-            paths=[],
-            ranks=None,
-            json=None,
-            example=False,
-            student=[],
-            no_gradebook=False,
         )
         found = Found([each.submission for each in batch], {})
         return GradeCommand(options, console or Console(quiet=True), self.course, found)

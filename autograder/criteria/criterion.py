@@ -240,6 +240,11 @@ class Verdict:
         }
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 1" or "ranks 0, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def differs(
     rank: int,
     what: str,
@@ -282,9 +287,13 @@ def _difference(got: Any, expected: np.ndarray, rtol: float, atol: float) -> str
         return None
     place = tuple(int(i) for i in np.argwhere(wrong)[0])
     where = f" at {list(place)}" if place else ""
+    by_more = " by more than rounding" if rtol or atol else ""
+    right, found = f"{expected[place]:.6g}", f"{value[place]:.6g}"
+    if right == found:
+        right, found = f"{expected[place]:.12g}", f"{value[place]:.12g}"
     return (
-        f"expected {expected[place]:.6g}{where}, got {value[place]:.6g} "
-        f"({int(wrong.sum())} of {wrong.size} values are off by more than rtol {rtol:g})."
+        f"expected {right}{where}, got {found} "
+        f"({int(wrong.sum())} of {wrong.size} values differ{by_more})."
     )
 
 

@@ -37,7 +37,7 @@ _WRITERS = {"csv": write_table, "canvas": write_canvas, "moodle": write_moodle}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PublishOptions:
     """What is published, and how.
 
     Args:
@@ -109,7 +109,7 @@ class Published:
         return not self.unknown and not graded_but_out and not any(self.failed.values())
 
 
-def publish(course: Course, system: str, options: Options) -> Published:
+def publish(course: Course, system: str, options: PublishOptions) -> Published:
     """Makes the file for one system.
 
     Raises:
@@ -222,7 +222,7 @@ def _failed(course: Course, lab: str) -> list[str]:
 
 
 def _columns(
-    grades: Mapping[str, Sequence[Grade]], options: Options
+    grades: Mapping[str, Sequence[Grade]], options: PublishOptions
 ) -> tuple[list[Column], tuple[str, ...]]:
     there = options.roster.columns if options.roster else ()
     columns, new = [], []

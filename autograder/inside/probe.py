@@ -225,7 +225,8 @@ def describe_error(error: BaseException) -> str:
         place = f" ({NOT_IN_STUDENTS_LINES})"
     if isinstance(error, NotImplementedError) and not str(error):
         return f"{NOT_WRITTEN}{place}"
-    return f"{type(error).__name__}: {error}{place}"
+    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{place}{notes}"
 
 
 def _is_students(filename: str) -> bool:

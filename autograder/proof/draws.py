@@ -2,7 +2,8 @@
 
 Each submission of the bundled class runs once. Each check that it must lose runs N times there,
 with other secret draws each time, and must lose every time. A right submission must pass all checks
-N times.
+N times. Submissions with different faults run as one; if a verdict is not the expected one there,
+each of them runs alone, and that counts.
 """
 
 from __future__ import annotations
@@ -69,28 +70,42 @@ def verify_draws(
     lab, began, checkout = get_lab(name), time.monotonic(), Course.find().root
     entries = [e for e in load_zoo(name, root=checkout) if e.loses != "everything"]
     entries = choose_entries(lab, entries, covering, only)
-    chosen = entries if alone else combine(entries)
     num_checks, problems = 0, []
     with tempfile.TemporaryDirectory(prefix="draws-") as folder:
         course = throwaway_course(Path(folder), checkout)
         course.key_path.write_text(f"{KEY}\n")
         (course.root / "course.toml").write_text(f"[limits.{name}]\nwall_s = {WALL_S}\n")
         class_run = ClassRun(course, name, lab.grading_world_size, sandbox)
-        paths = write_class(name, course.root / "class", root=checkout, entries=chosen)
-        tasks = dict(enumerate(zip(chosen, paths, strict=True)))
-        with Progress(console=console) as progress:
+        work = partial(_try, class_run=class_run, num_draws=num_draws)
+
+        def problems_of(some: Sequence[ZooEntry], progress: Progress) -> list[tuple[str, ...]]:
+            """What was wrong with each of the entries."""
+            if not some:
+                return []
+            paths = write_class(name, course.root / "class", root=checkout, entries=some)
+            tasks = dict(enumerate(zip(some, paths, strict=True)))
             bar = progress.add_task(f"drawing for {name}", total=len(tasks))
+            found: list[tuple[str, ...]] = [()] * len(some)
 
             def done(number: int, result: tuple[int, list[str]]) -> None:
                 nonlocal num_checks
                 num_checks += result[0]
-                problems.extend(result[1])
-                progress.update(bar, advance=1, description=f"drew for {chosen[number].name}")
+                found[number] = tuple(result[1])
+                progress.update(bar, advance=1, description=f"drew for {some[number].name}")
 
             places = [{}] * min(jobs or default_jobs(class_run.world_size, lab), len(tasks))
-            work = partial(_try, class_run=class_run, num_draws=num_draws)
-            lost = pool.run_pool(work, tasks, places, done)
-        problems += [f"{chosen[number].name}: {why}" for number, why in lost.items()]
+            for number, why in pool.run_pool(work, tasks, places, done).items():
+                found[number] = (f"{some[number].name}: {why}",)
+            return found
+
+        with Progress(console=console) as progress:
+            together = entries if alone else combine(entries)
+            first = problems_of(together, progress)
+            bad = [entry for entry, found in zip(together, first, strict=True) if found]
+            # Faults that hide one another are no luck: their parts run once more, each alone.
+            again = problems_of([part for entry in bad for part in entry.parts], progress)
+        first = [f for e, f in zip(together, first, strict=True) if not e.parts]
+        problems = [problem for found in [*first, *again] for problem in found]
     seconds = time.monotonic() - began
     return DrawsProof(name, len(entries), num_checks, tuple(sorted(problems)), seconds)
 

@@ -44,11 +44,13 @@ from autograder.criteria.criterion import (
     Status,
     Values,
     Verdict,
+    named_ranks,
     split,
 )
 from autograder.inside.wire import Message, receive, send
 from autograder.referee.judging import judge
 from minidist.emulate.broker import Broker
+from minidist.emulate.client import CollectiveMismatch
 from minidist.emulate.plan import ChargePlan
 from minidist.errors import DeadlineError, ProtocolError
 from minidist.kernel.cell import printable
@@ -185,7 +187,8 @@ class Referee:
                 statuses.append(Status.PASS)
             elif rank in opened.errors:
                 statuses.append(Status.STUDENT_ERROR)
-                notes.append(Finding(opened.errors[rank], rank))
+                # `_message` names the rank; an error of minidist does so itself.
+                notes.append(Finding(opened.errors[rank].replace(f"[rank {rank}] ", "", 1), rank))
             elif rank in opened.blocked:
                 statuses.append(Status.BLOCKED)
                 notes.append(Finding(opened.blocked[rank], rank))
@@ -201,6 +204,8 @@ class Referee:
         else:
             spoke = set(opened.errors) | set(opened.blocked)
             notes = self._explain_silence(statuses, spoke, reason) + notes
+            if any(CollectiveMismatch.__name__ in said for said in opened.errors.values()):
+                notes += [Finding(criterion.fault_hint)] if criterion.fault_hint else []
         worst = next((s for s in _WORST if s in statuses), Status.PASS)
         points = criterion.points if worst == Status.PASS else 0.0
         message = _message(notes, self.world_size) if worst != Status.PASS else ""
@@ -222,7 +227,9 @@ class Referee:
         for status in _WORST:
             silent = [r for r, s in enumerate(statuses) if s == status and r not in spoke]
             if silent:
-                what = reason if reason and not notes else f"{_ranks(silent)}: {_REASONS[status]}"
+                what = (
+                    reason if reason and not notes else f"{named_ranks(silent)}: {_REASONS[status]}"
+                )
                 notes.append(Finding(what))
         return notes
 
@@ -369,19 +376,17 @@ class Referee:
         return Message("noted")
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
 def _message(findings: list[Finding], world_size: int, limit: int = 4) -> str:
     """The findings as lines; equal findings of several ranks share one line."""
     where: dict[str, list[int]] = {}
     for finding in findings:
-        where.setdefault(finding.message, []).extend([] if finding.rank is None else [finding.rank])
+        ranks = where.setdefault(finding.message, [])
+        if finding.rank is not None and finding.rank not in ranks:
+            ranks.append(finding.rank)
     lines = []
     for message, ranks in list(where.items())[:limit]:
         everywhere = not ranks or len(ranks) == world_size
-        lines.append(message if everywhere else f"[{_ranks(ranks)}] {message}")
+        lines.append(message if everywhere else f"[{named_ranks(ranks)}] {message}")
     if len(where) > limit:
         lines.append(f"… and {len(where) - limit} more.")
     return printable("\n".join(lines)[:MAX_MESSAGE_CHARS])

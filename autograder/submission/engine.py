@@ -33,7 +33,7 @@ from autograder.criteria.criterion import Criterion, Lab, Status, Verdict
 from autograder.referee.referee import Referee
 from autograder.submission.failed_cells import FailedCell, explain, read_failure
 from autograder.submission.outputs import Tidier
-from autograder.submission.replay import Past
+from autograder.submission.rerun import Past
 from minidist.kernel.cell import printable
 
 START_TIMEOUT_S = 120.0
@@ -254,10 +254,12 @@ class _Run:
         if second.status == Status.PASS:
             return replace(
                 second,
-                message=f"Passes with our {ours}. With yours it does not; this follows from "
-                f"{found} and costs nothing here.",
+                message=f"Passes with our {ours}, and costs nothing here. With yours it does not: "
+                f"the fault is in one of them; {found} may have told it.",
             )
-        return replace(second, message=f"With our {ours} (see {found}): {second.message}")
+        if second.status == Status.STUDENT_ERROR and verdict.status != Status.STUDENT_ERROR:
+            return verdict  # it fits theirs only, as it may
+        return replace(second, message=f"Even with our {ours} (see {found}): {second.message}")
 
     def _shorten(self) -> bool:
         """Takes the bare calls out of the cells to rerun; if there are none, all but definitions.

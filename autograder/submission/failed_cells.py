@@ -14,7 +14,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 
 from autograder.criteria.criterion import Status, Verdict
-from autograder.submission.replay import MAX_SOURCE_CHARS
+from autograder.submission.rerun import MAX_SOURCE_CHARS
 
 _MISSING = re.compile(r"(?:\[ranks? [^\]\n]*\] )?(?:NameError: )?name '(\w+)' is not defined")
 _WRAPS_PYTHON = ("%%rank", "%%ranks", "%%time", "%%timeit", "%%capture", "%%prun")

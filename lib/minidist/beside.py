@@ -38,6 +38,7 @@ Begin = Callable[[nn.Sequential], Step]
 LAYERS, WIDTH, BATCH = 8, 256, 16
 FORWARD_S, BACKWARD_S = 3e-4, 6e-4  # of a layer, on the emulated cluster
 NETWORK = Link(bandwidth_bytes_per_s=1e9, latency_s=5e-5)
+WITHIN_NODE = Link(bandwidth_bytes_per_s=1e10, latency_s=5e-6)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def beside(
     device: torch.device | str = "cpu",
     steps: int = 5,
     rounds: int = 7,
+    ranks_per_node: int = 1,
 ) -> dict[str, Result]:
     """Trains one small network in every way, on all ranks; rank 0 prints a table.
 
@@ -117,13 +119,20 @@ def beside(
         device: of the network and the batches on the real clock.
         steps: number of steps whose losses are compared.
         rounds: number of rounds; in each, every way is timed once.
+        ranks_per_node: of the emulated cluster, whose links within a node are ten times as fast as
+            those between nodes.
 
     Raises:
-        ValueError: `ways` has no way, or only None.
+        ValueError: `ways` has no way, or only None; or the ranks are no whole number of nodes.
     """
     begun = {name: begin for name, begin in ways.items() if begin is not None}
     if not begun:
         raise ValueError("beside: expected at least one way of training, got none")
+    if dist.get_world_size() % ranks_per_node:
+        raise ValueError(
+            f"beside: expected ranks_per_node to divide {dist.get_world_size()} ranks, "
+            f"got {ranks_per_node}"
+        )
     x, y = (batches.to(device) for batches in _batches(dist.get_rank(), steps))
     running = {name: begin(_network().to(device)) for name, begin in begun.items()}
     losses: dict[str, list[float]] = {name: [] for name in running}
@@ -147,7 +156,7 @@ def beside(
             calls=len(calls[name]),
             megabytes=sum(call.ring_bytes for call in calls[name]) / 1e6,
             ms=statistics.median(times[name]) * 1e3,
-            emulated_ms=_emulated_ms(begin),
+            emulated_ms=_emulated_ms(begin, ranks_per_node),
         )
         for name, begin in begun.items()
     }
@@ -177,34 +186,31 @@ def _mean(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def _train_emulated(begin: Begin, steps: int) -> None:
+def _train_emulated(begin: Begin) -> None:
     layers = list(_network())
     step = begin(nn.Sequential(*(Charged(layer, i) for i, layer in enumerate(layers))))
-    x, y = _batches(dist.get_rank(), steps)
+    x, y = _batches(dist.get_rank(), 2)
     for inputs, targets in zip(x, y, strict=True):
         step(inputs, targets)
 
 
-def _emulated_ms(begin: Begin) -> float:
-    """The second step's time on a cluster of as many nodes as there are ranks."""
+def _emulated_ms(begin: Begin, ranks_per_node: int) -> float:
+    """The second step's time on the emulated cluster."""
     took = [0.0]
     if dist.get_rank() == 0:
         world_size = dist.get_world_size()
         cluster = Cluster(
-            name="one device per node",
-            nodes=world_size,
-            devices_per_node=1,
-            intra_node=NETWORK,
+            name=f"nodes of {ranks_per_node}",
+            nodes=world_size // ranks_per_node,
+            devices_per_node=ranks_per_node,
+            intra_node=WITHIN_NODE,
             inter_node=NETWORK,
             peak_flops_per_s=1e12,
             memory_bandwidth_bytes_per_s=1e11,
         )
         plan = ChargePlan((FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS, b"beside")
-        one, two = (
-            run_emulated(_train_emulated, world_size, cluster, begin, n, plan=plan)[1].makespan_s
-            for n in (1, 2)
-        )
-        took = [(two - one) * 1e3]
+        _, timeline = run_emulated(_train_emulated, world_size, cluster, begin, plan=plan)
+        took = [(timeline.makespan_s - timeline.steps[1].start_s) * 1e3]
     dist.broadcast_object_list(took, src=0)
     return took[0]
 

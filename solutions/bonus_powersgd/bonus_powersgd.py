@@ -854,6 +854,50 @@ with demo("all tasks"):
 # third as much.
 
 # %% [markdown]
+# ## Yours beside the course's
+#
+# The course has PowerSGD as a hook of DDP. The next cell trains one network with yours and with
+# that, both with rank 8, and once uncompressed. Each draws its first $Q$ in its own way, so their
+# losses are close, not equal.
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+# from torch.nn.parallel import DistributedDataParallel
+#
+#
+# class Reduced:
+#     """A network whose gradients your class averages."""
+#
+#     def __init__(self, net):
+#         self.net, self.reducer = net, FeedbackPowerSGD(net.parameters(), 8)
+#
+#     def __call__(self, x):
+#         return self.net(x)
+#
+#     def finish_gradient_synchronization(self):
+#         self.reducer.reduce_gradients()
+#
+#
+# def by_hook(net):
+#     ddp = DistributedDataParallel(net)
+#     ddp.register_comm_hook(state(compressor(rank=8)), ours)
+#     return ddp
+#
+#
+# with demo("task 6"):
+#     ours = find("minidist.parallel.compression.hook:compression_hook")
+#     state = find("minidist.parallel.compression.hook:HookState")
+#     compressor = find("minidist.parallel.compression.powersgd:PowerSGD")
+#     beside(
+#         {
+#             "yours": training(Reduced),
+#             "the course's": ours and training(by_hook),
+#             "uncompressed": training(DistributedDataParallel),
+#         },
+#         device=DEVICE,
+#     )
+
+# %% [markdown]
 # ## Reflect
 #
 # Two points each, beyond the hundred, read by a person.

@@ -615,6 +615,38 @@ with demo("task 6"):
 check("ring_hook", ring_hook)
 
 # %% [markdown]
+# ## Yours beside PyTorch's
+#
+# The next cell trains one network over your ring, over the course's, and with DDP's own all-reduce.
+# All get the same weights and batches, so the losses must agree up to rounding, and the bytes, too.
+# On the emulated cluster you see what it costs that a ring of sends and receives does not run
+# behind the backward pass, as DDP's own all-reduce does.
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+#
+#
+# def hooked(hook):
+#     def wrap(net):
+#         ddp = DistributedDataParallel(net, bucket_cap_mb=0.6)
+#         ddp.register_comm_hook(None, hook)
+#         return ddp
+#
+#     return training(wrap)
+#
+#
+# with demo("task 6"):
+#     ours = find("minidist.collectives.ddp_hooks:ring_hook")
+#     beside(
+#         {
+#             "yours": hooked(ring_hook),
+#             "the course's": ours and hooked(ours),
+#             "PyTorch's": training(lambda net: DistributedDataParallel(net, bucket_cap_mb=0.6)),
+#         },
+#         device=DEVICE,
+#     )
+
+# %% [markdown]
 # ## Reflect
 #
 # Two points each, beyond the hundred, read by a person.

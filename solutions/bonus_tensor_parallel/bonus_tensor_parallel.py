@@ -1078,17 +1078,19 @@ check("btp_paper", (tensor_parallel_bytes, data_parallel_bytes))
 #
 # `torch.distributed.tensor.parallel` has all of this: `parallelize_module` takes a plan and puts
 # the collectives in. The next cell runs one layer on four ranks of an emulated cluster, in new
-# processes (some seconds): your `ParallelBlock`, your `SequenceParallelBlock`, and torch's plan
-# twice. There queries, keys and values are three layers, as `ColwiseParallel` knows nothing of
-# thirds. Once each of them enters the parallel region on its own, once together. The dashed line is
-# your formula.
+# processes (some seconds): your `ParallelBlock`, your `SequenceParallelBlock`, the course's (once
+# this lab is over), and torch's plan twice. There queries, keys and values are three layers, as
+# `ColwiseParallel` knows nothing of thirds. Once each of them enters the parallel region on its
+# own, once together. The dashed line is your formula.
 #
 # Before you run it: how many all-reduces will the first of torch's plans need backward?
 
 # %% demo="see_traffic" tags=["active-ipynb"]
 # %%rank 0
-# from minidist import emulate
+# from minidist.beside import find
 # from minidist.emulate.teach import run_traced
+# from minidist.model import Block as PlainBlock
+# from minidist.model import GPTConfig
 #
 # RANKS, WIDTH, TOKENS, SEQUENCES = 4, 64, 64, 4
 #
@@ -1194,6 +1196,11 @@ check("btp_paper", (tensor_parallel_bytes, data_parallel_bytes))
 # with demo("all tasks"):
 #     tensor_parallel_bytes(1, 1, 1, 1, 2)
 #     variants = {"tensor": ParallelBlock, "sequence": SequenceParallelBlock}
+#     layer = find("minidist.parallel.tensor.block:ParallelBlock")
+#     split = find("minidist.parallel.tensor.config:TensorParallel")
+#     if layer and split:
+#         plain = GPTConfig(width=WIDTH, num_heads=8)
+#         variants["the course's"] = lambda _: layer(PlainBlock(plain), split())
 #     results = {}
 #     for kind in (*variants, "torch, each on its own", "torch, together"):
 #         _, trace = run_traced(one_step, RANKS, kind, variants, deadline_s=150)
@@ -1206,9 +1213,9 @@ check("btp_paper", (tensor_parallel_bytes, data_parallel_bytes))
 
 # %% [markdown]
 # Expected: 393 kB for your first layer, in 2 + 2 all-reduces, and the same 393 kB for the second,
-# in 4 + 4 collectives. torch's plan needs 4 all-reduces backward, 590 kB, if queries, keys and
-# values enter one by one: each reduces its own share of the same gradient. Together it needs 2, as
-# yours.
+# in 4 + 4 collectives. The course's sends what your first sends. torch's plan needs 4 all-reduces
+# backward, 590 kB, if queries, keys and values enter one by one: each reduces its own share of the
+# same gradient. Together it needs 2, as yours.
 
 # %% [markdown]
 # ## Reflect

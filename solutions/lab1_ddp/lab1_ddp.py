@@ -827,7 +827,7 @@ if IS_RANK_ZERO:
         f"train_single.py {arguments} single.npz --batch-size 64",
         f"{launch} {arguments} ddp.npz --batch-size 32",
     ):
-        subprocess.run([sys.executable, *command.split()], check=True, timeout=120)
+        subprocess.run([sys.executable, *command.split()], check=True, timeout=300)
 dist.barrier()
 
 # %% demo="see_script"

@@ -1450,6 +1450,42 @@ with demo("task 7"):
 check("hier_hook", all_reduce_hook)
 
 # %% [markdown]
+# ## Yours beside PyTorch's
+#
+# The next cell trains one network with your all-reduce in a hook, with the course's own, and with
+# DDP's. All get the same weights and batches, so the losses must agree up to rounding. The emulated
+# cluster has nodes of two, with links ten times as fast inside as between them. There the hierarchy
+# sends less between nodes, and still DDP's own wins: it runs behind the backward pass, and a hook
+# that waits does not.
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+#
+#
+# def hooked(hook, make_state):
+#     def wrap(net):
+#         ddp = DistributedDataParallel(net, bucket_cap_mb=0.6)
+#         ddp.register_comm_hook(make_state(), hook)
+#         return ddp
+#
+#     return training(wrap)
+#
+#
+# with demo("task 7"):
+#     size = 2 if world_size % 2 == 0 else 1
+#     ours = find("minidist.collectives.ddp_hooks:hierarchical_hook")
+#     groups = find("minidist.collectives.hierarchical:node_groups")
+#     beside(
+#         {
+#             "yours": hooked(all_reduce_hook, lambda: HierarchicalAllReduce(size)),
+#             "the course's": ours and hooked(ours, lambda: groups(size)),
+#             "PyTorch's": training(lambda net: DistributedDataParallel(net, bucket_cap_mb=0.6)),
+#         },
+#         device=device,
+#         ranks_per_node=size,
+#     )
+
+# %% [markdown]
 # ## Reflect
 #
 # Some things no test can judge. Answer each question in its own cell, in a few sentences: replace

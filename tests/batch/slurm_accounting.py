@@ -80,7 +80,6 @@ class AccountedCluster(SlurmCluster):
             [installer, *where, "--auth-root-authentication-method=normal", "--skip-test-db"],
             capture_output=True,
             text=True,
-            timeout=120,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

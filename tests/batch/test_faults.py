@@ -167,7 +167,6 @@ def _grade(course: TestCourse, *options: str, **more) -> subprocess.CompletedPro
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=600,
         **more,
     )
 

@@ -150,7 +150,7 @@ def failures(course: TestCourse) -> dict[str, list[str]]:
 
 def told_states(course: TestCourse) -> set[str]:
     """The states that `autograder status` tells of the class."""
-    said = course.run("-m", "autograder", "status", "--json", deadline_s=60).stdout
+    said = course.run("-m", "autograder", "status", "--json").stdout
     return {run["state"] for run in json.loads(said)[0]["students"]}
 
 
@@ -230,9 +230,7 @@ def test_a_cancelled_job_is_told_and_graded_the_next_time(course, cluster):
     assert "ada was not graded" in grading.said
     assert was_graded(records["kim"])
     assert verdicts(course) == {"kim": 1}
-    records = course.grade(
-        str(course.root / "handed_in"), "--executor", "slurm", "--no-gradebook", deadline_s=WITHIN_S
-    )
+    records = course.grade(str(course.root / "handed_in"), "--executor", "slurm", "--no-gradebook")
     assert was_graded(records["ada"])
     assert verdicts(course) == {"ada": 1, "kim": 1}
 
@@ -300,9 +298,7 @@ def test_a_job_over_its_time_says_so_itself(course, cluster):
     assert len(failures(course)["ada"]) == 2
     assert verdicts(course) == {}
     (course.root / "course.toml").write_text(OPTIONS)
-    records = course.grade(
-        str(course.root / "handed_in"), "--executor", "slurm", "--no-gradebook", deadline_s=WITHIN_S
-    )
+    records = course.grade(str(course.root / "handed_in"), "--executor", "slurm", "--no-gradebook")
     assert was_graded(records["ada"])
 
 
@@ -405,9 +401,7 @@ def test_after_ctrl_c_only_what_is_left_is_graded(course, cluster):
     cluster.say("scancel", other)
     attempts = len([e for e in entries(course) if e["kind"] == "attempt"])
     (course.root / "course.toml").write_text(OPTIONS)
-    records = course.grade(
-        str(course.root / "handed_in"), "--executor", "slurm", "--no-gradebook", deadline_s=WITHIN_S
-    )
+    records = course.grade(str(course.root / "handed_in"), "--executor", "slurm", "--no-gradebook")
     assert all(was_graded(record) for record in records.values())
     assert verdicts(course) == {"ada": 1, "kim": 1, "lea": 1}
     again = [e for e in entries(course) if e["kind"] == "attempt"][attempts:]

@@ -166,11 +166,11 @@ def test_a_group_that_systemd_delegates_is_found_and_used(
     scope = root / "run-1.scope"
     scope.mkdir()
     command = [*Group(scope).prefix, sys.executable, "-c", FINDS]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("None /")  # not delegated: somebody else's
     os.setxattr(scope, "user.delegate", b"1")
     # Where there is nothing to bound, nothing is moved; else what is there makes room.
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     where, own = found.stdout.split()
     assert where == str(scope)
     handed_on = bool((scope / "cgroup.controllers").read_text().split())

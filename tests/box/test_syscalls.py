@@ -101,7 +101,6 @@ def test_a_program_can_take_it_upon_itself(tmp_path):
         [*filter_command(path), sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.stdout == "True\n"

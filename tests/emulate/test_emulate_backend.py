@@ -272,7 +272,8 @@ def test_a_message_of_another_size_or_dtype_is_a_mismatch(wanted):
             dist.recv(wanted, 0)
 
     _, trace = run_traced(ends, 2)
-    assert len(trace.faults) == 1
+    (fault,) = trace.faults
+    assert "message #0 from rank 0 to rank 1" in fault
 
 
 def test_the_broker_keeps_payloads_when_asked():
@@ -657,6 +658,24 @@ def test_a_rank_that_skips_a_collective_is_named_at_once_when_it_has_left():
         assert "all_reduce(float32[7], sum)" in results[rank]
         assert "rank 1 has left the emulated cluster; its last call was barrier()" in results[rank]
     assert len(trace.faults) == 1
+
+
+def test_a_group_is_named_by_its_ranks_and_a_message_by_its_other_end():
+    def wait_in_vain():
+        rank, group = dist.get_rank(), dist.new_group([0, 2])
+        if rank == 2:
+            dist.isend(torch.ones(1), 1)
+        if rank:
+            return "left"
+        try:
+            dist.all_reduce(torch.ones(7), group=group)
+        except RuntimeError as error:
+            return str(error)
+        return "nothing raised"
+
+    results, _ = run_traced(wait_in_vain, 3)
+    assert "all_reduce(float32[7], sum) #0 of the group of the ranks [0, 2];" in results[0]
+    assert "its last call was send(float32[1]) to rank 1" in results[0]
 
 
 def test_an_error_in_the_midst_of_ddps_backward_reaches_the_student():

@@ -18,7 +18,7 @@ from autograder.course.gates import apply_gates
 from autograder.criteria import get_lab
 from autograder.gradebook.database import open_gradebook
 from autograder.gradebook.full_marks import leave_reflections_out, offer_reflection_points
-from autograder.gradebook.publish import Options, publish
+from autograder.gradebook.publish import PublishOptions, publish
 from autograder.gradebook.roster import read_roster
 from autograder.records.record import Record
 from autograder.report.page import Part, write_page
@@ -59,7 +59,7 @@ def exports(course, **more):
     roster = course.root / "roster.csv"
     roster.write_text("Student,ID,SIS User ID,SIS Login ID,Section\nA,1,s,ada,x\n")
     of = {
-        system: publish(course, system, Options(columns={}, roster=path, **more)).made.data
+        system: publish(course, system, PublishOptions(columns={}, roster=path, **more)).made.data
         for system, path in [
             ("csv", None),
             ("moodle", None),

@@ -254,7 +254,7 @@ def hub(tmp_path_factory):
         with (place / "nbgrader_config.py").open("a") as file:
             file.write(STUDENTS.format(exchange=str(exchange)))
     write_class(LAB, folder / "class")
-    course.run("-m", "nbgrader", "release_assignment", LAB, deadline_s=300)
+    course.run("-m", "nbgrader", "release_assignment", LAB)
     hub = Hub(folder, course, students)
     hub.course, hub.exchange = course, exchange
     with hub.running():
@@ -295,9 +295,7 @@ def test_a_lab_goes_from_the_instructor_to_students_and_back(hub):
     assert len(list(inbound.iterdir())) == 2
 
     # The instructor collects, grades in boxes and releases the feedback.
-    hub.course.run(
-        *("-m", "autograder", "watch", "exchange", "--lab", LAB, "--once"), deadline_s=600
-    )
+    hub.course.run(*("-m", "autograder", "watch", "exchange", "--lab", LAB, "--once"))
     pages = {}
     for user in ("ada", "kim"):
         hub.assignment(user, "fetch_feedback")

@@ -169,7 +169,7 @@ def test_messages_with_nothing_in_them():
     once = [1.0] * (N - 1)
     assert not judged(once, once)
     assert not judged(once, [float(m)] * (N - 1))
-    assert "nobody waits" in judged(once, once, waits=False)[0].message
+    assert "has not waited for their handles" in judged(once, once, waits=False)[0].message
     for factor_on, factor_back in (
         ([0.0] * (N - 1), [0.0] * (N - 1)),
         (once, [0.0] * (N - 1)),
@@ -214,7 +214,7 @@ def test_a_half_of_the_layer_that_every_rank_computes_alone(name):
         lambda rank, way: summed(shares[rank][way][0], [0, 1] if rank < 2 else [2, 3]),
         lambda rank, way: summed(shares[rank][way][0]) if way == "forward" else [],
     ):
-        assert "over all ranks, in which this rank's summand" in judged(forged)[0].message
+        assert "own part of the weights gives was not in it" in judged(forged)[0].message
 
 
 def test_a_layer_on_a_part_of_the_tokens_that_every_rank_computes_alone():
@@ -248,7 +248,7 @@ def test_a_layer_on_a_part_of_the_tokens_that_every_rank_computes_alone():
         lambda rank, share: halves(share)[1:],
         lambda rank, share: halves(share)[:1],
     ):
-        assert "over all ranks, in which this rank's summand" in judged(forged)[0].message
+        assert "own part of the weights gives was not in it" in judged(forged)[0].message
 
 
 # --- the ring ------------------------------------------------------------------------------------

@@ -87,11 +87,12 @@ def test_silence_scores_nothing_and_says_why(referee):
     assert "waits in all_reduce" in verdict.message
 
 
-def test_an_error_is_the_students(referee):
+@pytest.mark.parametrize("said", ["boom", "[rank 2] boom"])
+def test_an_error_is_the_students(referee, said):
     ranks, total = ask_all(referee)
     for rank, sock in enumerate(ranks):
         if rank == 2:
-            told = {"criterion": "setup", "status": "error", "message": "ValueError: boom"}
+            told = {"criterion": "setup", "status": "error", "message": f"ValueError: {said}"}
             send(sock, Message("answer", told))
             receive(sock)
         else:

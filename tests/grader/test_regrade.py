@@ -26,7 +26,7 @@ from autograder.gradebook.settled import find_settled
 from autograder.records.grading import Grading, latest, read_history
 from autograder.records.journal import Journal
 from autograder.regrading.changes import changes_table, find_changes, summary
-from autograder.regrading.history import find_grading
+from autograder.regrading.find_gradings import find_grading
 from autograder.submission.attempt import grade as grade_one
 from autograder.submission.engine import InfrastructureError
 from autograder.submission.find import Submission, find_submissions

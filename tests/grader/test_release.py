@@ -250,7 +250,6 @@ check("accum_batch_size", (lambda *a: 0, lambda *a: 0, lambda *a: 0.0))
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert "accum_batch_size" in done.stdout + done.stderr, done.stderr[-3000:]
     assert "ModuleNotFoundError" not in done.stderr, done.stderr[-3000:]

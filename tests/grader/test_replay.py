@@ -19,7 +19,7 @@ from autograder.proof.zoo import load_zoo
 from autograder.records.grading import latest, read_history
 from autograder.records.journal import Journal
 from autograder.regrading import replay as module
-from autograder.regrading.history import find_grading
+from autograder.regrading.find_gradings import find_grading
 from autograder.regrading.replay import NOTHING, explain, replay
 
 CRITERIA = get_lab(LAB).criteria
@@ -188,7 +188,6 @@ def test_wrong_usage_is_exit_code_2(course, capsys, tmp_path):
     assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_real_grading_agrees_with_its_replay(tmp_path):
     course = TestCourse.make(tmp_path / "course")
@@ -198,6 +197,6 @@ def test_a_real_grading_agrees_with_its_replay(tmp_path):
     assert {n for n, s in statuses(record).items() if s != "PASS"} == entry.loses
     journal = course.root / "build" / "journal.jsonl"
     before = journal.read_bytes()
-    done = course.run("-m", "autograder", "replay", "ada", "--trusted", deadline_s=300)
+    done = course.run("-m", "autograder", "replay", "ada", "--trusted")
     assert f"all {len(CRITERIA)} criteria agree" in done.stdout
     assert journal.read_bytes() == before

@@ -18,6 +18,7 @@ from minidist.processes.tree import descendants
 SETUP = "import os, sys, time, torch, torch.distributed as dist\nrank = int(os.environ['RANK'])"
 JOIN = SETUP + "\ndist.init_process_group('gloo')"
 ALL_REDUCE = "x = torch.tensor([rank + 1.0]); dist.all_reduce(x); print(x.item())"
+HANGS_S = 500.0  # a kernel that has not answered by then never will
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Kernel:
         self.manager.shutdown_wait_time = 60.0
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=120)
+        self.client.wait_for_ready(timeout=HANGS_S)
 
     @property
     def pid(self) -> int:
@@ -78,7 +79,7 @@ class Kernel:
         self,
         code: str,
         *,
-        timeout: float = 120,
+        timeout: float = HANGS_S,
         stop: Callable[[dict[str, Any]], bool] = lambda message: False,
         **options: Any,
     ) -> Result:
@@ -100,7 +101,7 @@ class Kernel:
         assert result.reply["status"] == "ok", result.reply
         return result
 
-    def request(self, timeout: float = 120, **content: Any) -> dict[str, Any]:
+    def request(self, timeout: float = HANGS_S, **content: Any) -> dict[str, Any]:
         """A `minidist_request` on the control channel."""
         message = self.client.session.msg("minidist_request", content)
         self.client.control_channel.send(message)
@@ -112,7 +113,7 @@ class Kernel:
                 return reply["content"]
         raise TimeoutError(f"no reply to {content}")
 
-    def ask(self, msg_id: str, timeout: float = 30) -> dict[str, Any]:
+    def ask(self, msg_id: str, timeout: float = HANGS_S) -> dict[str, Any]:
         """The shell reply to a request that was sent with `client.complete(…)` and the like."""
         while True:
             reply = self.client.get_shell_msg(timeout=timeout)

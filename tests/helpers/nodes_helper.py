@@ -165,7 +165,7 @@ def networks() -> Iterator[list[int]]:
 
 
 def _call(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def may_make_networks() -> bool:

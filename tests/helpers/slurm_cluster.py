@@ -125,9 +125,7 @@ class SlurmCluster:
 
     def say(self, *command: str, check: bool = True) -> str:
         """Runs one of Slurm's commands; what it said."""
-        done = subprocess.run(
-            command, env=self.env, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

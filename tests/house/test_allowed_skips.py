@@ -50,7 +50,6 @@ def run(folder: Path, *, ci: bool) -> subprocess.CompletedProcess[str]:
         env=env | ({"CI": "true"} if ci else {}),
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

@@ -27,6 +27,5 @@ def test_nothing_is_left_to_do_for(command, mends_it):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
     )
     assert done.returncode == 0, f"{mends_it}\n{done.stdout}{done.stderr}"

@@ -37,11 +37,10 @@ def course(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_student_s_first_hour(course: Path, tmp_path: Path, browser: Any):
     with jupyter_lab(course / "work", tmp_path, JUPYTER_CONFIG_PATH=str(SETTINGS)) as address:
         page = browser.new_page(viewport={"width": 1280, "height": 860})
-        page.set_default_timeout(120_000)
+        page.set_default_timeout(400_000)
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(address)

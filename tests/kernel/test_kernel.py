@@ -16,7 +16,7 @@ import jupyter_kernel_test
 import nbformat
 import pytest
 import zmq.asyncio
-from kernel_helper import ALL_REDUCE, JOIN, Kernel, says_now
+from kernel_helper import ALL_REDUCE, HANGS_S, JOIN, Kernel, says_now
 from kernel_helper import kernel as new_kernel
 
 from minidist.kernel import hang as verdict
@@ -119,9 +119,7 @@ def test_input_is_asked_once(kernel: Kernel) -> None:
         asked.append(message["content"]["prompt"])
         kernel.client.input("blue")
 
-    result = kernel.ok(
-        "c = input('colour? '); print(c)", allow_stdin=True, stdin_hook=answer, timeout=30
-    )
+    result = kernel.ok("c = input('colour? '); print(c)", allow_stdin=True, stdin_hook=answer)
     assert asked == ["colour? "]
     assert result.text() == "blue\n[rank 1: same output]\n"
 
@@ -138,17 +136,31 @@ def test_widgets_work_both_ways(kernel: Kernel) -> None:
     assert kernel.ok("%%rank 0\nprint(s.value)").text() == "42\n"
 
 
-MET = "dist.barrier()\nif rank == 0: print('now', flush=True)"  # both ranks have begun the cell
+# A thread of rank 0 prints "now" when the cell has come to a line, and into a function.
+LOOKOUT = """
+import threading, traceback
+def look(line, function):
+    came = False
+    while not came:
+        time.sleep(0.01)
+        main = sys._current_frames()[threading.main_thread().ident]
+        stack = [frame for frame, _ in traceback.walk_stack(main)]
+        came = any(f.f_globals is globals() and f.f_lineno == line for f in stack)
+        came = came and any(f.f_code.co_name == function for f in stack)
+    print("now", flush=True)
+def lookout(*place):
+    if rank == 0: threading.Thread(target=look, args=place).start()
+"""
 
 
 def test_interrupt_keeps_variables_and_lets_ranks_talk_again(kernel: Kernel) -> None:
-    kernel.ok("kept = 5")
-    for code in (
-        "while True: pass",
-        "time.sleep(100)",
-        "dist.recv(x, src=1) if rank == 0 else None",
+    kernel.ok(f"{LOOKOUT}\nkept = 5")
+    for code, function in (
+        ("while True: pass", "<module>"),
+        ("time.sleep(100)", "<module>"),
+        ("dist.recv(x, src=1) if rank == 0 else None", "recv"),
     ):
-        result = kernel.run(f"{MET}\n{code}", stop=says_now)
+        result = kernel.run(f"dist.barrier()\nlookout(3, {function!r})\n{code}", stop=says_now)
         assert result.reply["status"] == "error"
         assert result.kind == "error", result.reply
         said = "\n".join(result.reply["traceback"])
@@ -187,7 +199,7 @@ def test_papermill(tmp_path: Path) -> None:
     nbformat.write(book, tmp_path / "in.ipynb")
     command = [sys.executable, "-m", "papermill", "-k", "torchrun-2", "-p", "x", "7"]
     command += ["--language", "python", str(tmp_path / "in.ipynb"), str(tmp_path / "out.ipynb")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     text = str(nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[-1].outputs)
     assert "7 0" in text
@@ -200,11 +212,11 @@ class TestConformance(jupyter_kernel_test.KernelTests):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.kc.execute_interactive("1", timeout=120)  # its ranks start with the first cell
+        cls.kc.execute_interactive("1", timeout=HANGS_S)  # its ranks start with the first cell
 
     def execute_helper(self, code: str, timeout: float = 120, **options: Any) -> Any:
         get = self.kc.iopub_channel.get_msg
-        patient = lambda timeout: get(timeout=max(timeout, 20))  # noqa: E731
+        patient = lambda timeout: get(timeout=max(timeout, HANGS_S))  # noqa: E731
         with patch.object(self.kc.iopub_channel, "get_msg", patient):
             return super().execute_helper(code, timeout, **options)
 

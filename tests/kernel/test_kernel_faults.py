@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from jupyter_client.manager import KernelManager
-from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, shared_memory, wait_gone
+from kernel_helper import ALL_REDUCE, HANGS_S, JOIN, SETUP, Kernel, shared_memory, wait_gone
 from kernel_helper import kernel as new_kernel
 
 import minidist
@@ -333,7 +333,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_front_whose_client_dies_while_it_starts_ends_too(tmp_path: Path, told: bool) -> None:
     """It has not begun to watch its parent then; a grader tells it who that was."""
     words = [sys.executable, "-c", _START_AND_DIE, *([str(tmp_path / "l.json")] if told else [])]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
     front = int(done.stdout)
     family = [front, *descendants(front)]
     try:
@@ -351,9 +351,9 @@ def test_a_kernel_started_through_another_program_serves() -> None:
     client = manager.client()
     client.start_channels()
     try:
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=HANGS_S)
         time.sleep(2.5)  # it looks every second
-        reply = client.execute_interactive("1", timeout=60)
+        reply = client.execute_interactive("1", timeout=HANGS_S)
         assert reply["content"]["status"] == "ok"
     finally:
         client.stop_channels()

@@ -143,7 +143,7 @@ def test_debug_runs_on_the_rank_that_failed(kernel: Kernel) -> None:
         asked.append(message["content"]["prompt"])
         kernel.client.input(next(answers))
 
-    result = kernel.ok("%debug", allow_stdin=True, stdin_hook=answer, timeout=60)
+    result = kernel.ok("%debug", allow_stdin=True, stdin_hook=answer)
     assert len(asked) == 3
     assert "[%debug on rank 1]\n" in result.text()
     assert "(1, 42)" in result.text()

@@ -52,6 +52,12 @@ def test_a_collective_that_one_rank_never_calls_is_still_told_as_such(kernel: Ke
     assert result.reply["evalue"].startswith("the ranks wait for each other forever\n")
 
 
+def test_a_rank_that_has_failed_is_named_first(kernel: Kernel) -> None:
+    kernel.ok(f"%restart_ranks\n{JOIN}")
+    result = kernel.run("if rank == 1: raise ValueError('no')\ndist.all_reduce(torch.ones(4))")
+    assert result.reply["evalue"].startswith("rank 1 failed, and others wait forever\n")
+
+
 def mismatch(code: str, timeout_s: float = 60.0) -> None:
     import os
     from datetime import timedelta

@@ -17,7 +17,17 @@ from typing import Any
 import nbformat
 import pytest
 import zmq
-from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, Result, alive, says_now, wait_gone
+from kernel_helper import (
+    ALL_REDUCE,
+    HANGS_S,
+    JOIN,
+    SETUP,
+    Kernel,
+    Result,
+    alive,
+    says_now,
+    wait_gone,
+)
 from nodes_helper import (
     AGENT,
     SECRET,
@@ -94,7 +104,7 @@ def test_much_output_input_and_figures_of_another_node(fresh: Kernel) -> None:
 
     fresh.client.execute_interactive(
         "print(input('number? '))",
-        timeout=60,
+        timeout=HANGS_S,
         allow_stdin=True,
         stdin_hook=answer,
         output_hook=messages.append,
@@ -229,7 +239,7 @@ def test_an_agent_may_stay_for_the_next_kernel() -> None:
         pair.kernel.ok("1")
         below = descendants(pair.agent.pid)
         pair.kernel.manager.restart_kernel()
-        pair.kernel.client.wait_for_ready(timeout=60)
+        pair.kernel.client.wait_for_ready(timeout=HANGS_S)
         assert pair.kernel.ok(f"{JOIN}\n{ALL_REDUCE}").text().startswith("10.0\n")
         assert wait_gone(below) == []
         pair.agent.send_signal(signal.SIGTERM)
@@ -376,7 +386,7 @@ def _papermill(folder: Path, nodes: list[list[str]], environments: list[dict[str
         for node, env in zip(nodes, environments, strict=True)
     ]
     try:
-        words = [process.communicate(timeout=200)[1] for process in running]
+        words = [process.communicate(timeout=HANGS_S)[1] for process in running]
     finally:
         for process in running:
             process.kill()

@@ -288,8 +288,8 @@ def test_half_a_character_costs_itself_only(kernel: Kernel, half: str) -> None:
 def test_what_a_cell_does_to_its_streams_is_over_with_it(
     kernel: Kernel, code: str, name: str
 ) -> None:
-    kernel.run(code.format(name), timeout=20)
-    after = kernel.ok(f"print('on', file=sys.{name})", timeout=20).text(name)
+    kernel.run(code.format(name))
+    after = kernel.ok(f"print('on', file=sys.{name})").text(name)
     assert after.startswith("on\n")
 
 

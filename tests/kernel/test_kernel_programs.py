@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from kernel_helper import kernel as new_kernel
 from minidist.kernel.hang import describe, place
 from minidist.kernel.inside import diagnose
 from minidist.kernel.watch import TELL_AFTER_S, Watch
+from minidist.processes.ports import free_port
 
 WAITS = "import sys, {}, time; print(flush=True); time.sleep(60)"
 KERNEL = SimpleNamespace(
@@ -73,21 +73,13 @@ def test_a_script_that_waits_for_other_ranks_is_told_and_can_be_interrupted(tmp_
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     with new_kernel() as kernel:
-        port = 20000 + os.getpid() % 10000
-        said: list[str] = []
-
-        def output(message: dict) -> None:
-            said.append(message["content"].get("text", ""))
-            if "its program" in said[-1]:
-                kernel.manager.interrupt_kernel()
-
-        reply = kernel.client.execute_interactive(
-            f"%%rank 0\n!MASTER_PORT={port} '{sys.executable}' '{script}'",
-            timeout=90,
-            output_hook=output,
+        result = kernel.run(
+            f"%%rank 0\n!MASTER_PORT={free_port()} '{sys.executable}' '{script}'",
+            stop=lambda message: "its program" in message["content"].get("text", ""),
         )
-        assert reply["content"]["status"] in ("ok", "error")
-        assert "To start 2: %%rank 0, then !torchrun --nproc-per-node 2 SCRIPT" in "".join(said)
+        assert result.reply["status"] in ("ok", "error")
+        said = result.text() + result.text("stderr")
+        assert "To start 2: %%rank 0, then !torchrun --nproc-per-node 2 SCRIPT" in said
         assert not [p for p in kernel.family() if str(script) in _command(p)]
         kernel.ok("1")
 

@@ -25,7 +25,7 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from jupyter_client.kernelspec import KernelSpecManager
-from kernel_helper import ALL_REDUCE, JOIN, wait_gone
+from kernel_helper import ALL_REDUCE, HANGS_S, JOIN, wait_gone
 
 from minidist.processes.tree import descendants
 
@@ -63,7 +63,7 @@ class Editor:
         messages: list[dict[str, Any]] = []
         reply = self.client.execute_interactive(
             code,
-            timeout=60,
+            timeout=HANGS_S,
             silent=False,
             store_history=shown,
             stop_on_error=False,
@@ -101,12 +101,12 @@ def editor(tmp_path: Path) -> Iterator[Editor]:
         yield it
     finally:
         it.dispose()
-        it.process.communicate(timeout=30)
+        it.process.communicate(timeout=HANGS_S)
 
 
 def test_a_notebook_from_start_to_end(editor: Editor, tmp_path: Path) -> None:
     client = editor.client
-    client.wait_for_ready(timeout=60)  # kernel_info, again and again until it is answered
+    client.wait_for_ready(timeout=HANGS_S)  # kernel_info, again and again until it is answered
     # Before the first cell: versions, the notebook's path, its folder, a style for figures.
     assert editor.printed("import ipywidgets as w; print('v', w.__version__); del w", shown=False)
     notebook = tmp_path / "lab.ipynb"
@@ -137,24 +137,24 @@ def test_a_notebook_from_start_to_end(editor: Editor, tmp_path: Path) -> None:
 
     family = editor.dispose()
     assert wait_gone(family) == []
-    out, err = editor.process.communicate(timeout=30)
+    out, err = editor.process.communicate(timeout=HANGS_S)
     assert (out, err) == (b"", b"")  # the extension shows both as the kernel's complaint
 
 
 def test_the_stop_button_sends_a_message_on_the_shell_channel(editor: Editor) -> None:
     client = editor.client
-    client.wait_for_ready(timeout=60)
+    client.wait_for_ready(timeout=HANGS_S)
     editor.printed(JOIN)
     blocks = "if rank == 0: dist.all_reduce(torch.ones(3))\nelse: time.sleep(1000)"
     waiting = client.execute(f"print('now', flush=True)\n{blocks}", allow_stdin=False)
-    while client.get_iopub_msg(timeout=30)["msg_type"] != "stream":
+    while client.get_iopub_msg(timeout=HANGS_S)["msg_type"] != "stream":
         pass
     time.sleep(0.3)  # the last line that prints is not yet the one that blocks
     began = time.monotonic()
     asked = editor.interrupt()
     replies: dict[str, Any] = {}
     while not {asked, waiting} <= set(replies):
-        message = client.get_shell_msg(timeout=30)
+        message = client.get_shell_msg(timeout=HANGS_S)
         replies[message["parent_header"]["msg_id"]] = message
     assert time.monotonic() - began < 10
     assert replies[asked]["msg_type"] == "interrupt_reply"

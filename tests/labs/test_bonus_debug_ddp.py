@@ -11,7 +11,6 @@ from autograder.proof.verify import choose_covering
 from autograder.proof.zoo import load_zoo
 from autograder.referee.referee import draw_for
 
-pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_debug_ddp"
 LAB = get_lab(NAME)
 WORLD_SIZE = 3

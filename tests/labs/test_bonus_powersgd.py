@@ -15,7 +15,6 @@ from autograder.proof.verify import choose_covering
 from autograder.proof.zoo import load_zoo
 from autograder.referee.referee import draw_for
 
-pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_powersgd"
 LAB = get_lab(NAME)
 WORLD_SIZE = 3

@@ -16,7 +16,6 @@ from autograder.proof.zoo import load_zoo
 from autograder.referee.referee import draw_for
 from minidist.emulate.trace import Collective, Event
 
-pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_tensor_parallel"
 LAB = get_lab(NAME)
 WORLD_SIZE = 4
@@ -152,9 +151,13 @@ def test_missing_passes_and_wrong_numbers_are_told():
     draw = draw_for(b"test", NAME, "btp_mlp_traffic", "test", WORLD_SIZE)
     once = [("all_reduce", traffic.draw(draw)[0]["x"].nbytes)]
     case = mlp_case(once, once)
-    shares = [dict(answer, x=answer["x"] / WORLD_SIZE) for answer in case.answers]
-    found = list(traffic.judge_mlp(dataclasses.replace(case, answers=shares)))
-    assert "an all-reduce is missing" in found[0].message
+    for share_of, told in (
+        (lambda rank: 1 / WORLD_SIZE, f"That is divided by {WORLD_SIZE}"),
+        (lambda rank: (rank + 1) / sum(range(1, WORLD_SIZE + 1)), "an all-reduce is missing"),
+    ):
+        shares = [dict(a, x=a["x"] * share_of(rank)) for rank, a in enumerate(case.answers)]
+        found = list(traffic.judge_mlp(dataclasses.replace(case, answers=shares)))
+        assert told in found[0].message
     assert case.trace is not None
     case.trace.events[2].clear()
     assert [f.rank for f in traffic.judge_mlp(case)] == [2]

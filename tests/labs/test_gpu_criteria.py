@@ -37,7 +37,6 @@ from autograder.referee.referee import Referee, draw_for
 from autograder.report.terminal import reason, rich_table
 from minidist.launch import run
 
-pytestmark = pytest.mark.timeout(300)
 EXTRA = [(lab, c) for lab in map(get_lab, lab_names()) for c in lab.criteria if c.extra]
 N = 2
 

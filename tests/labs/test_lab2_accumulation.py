@@ -9,7 +9,6 @@ from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 from autograder.criteria import get_lab
 from autograder.referee.referee import draw_for
 
-pytestmark = pytest.mark.timeout(300)
 NAME = "lab2_accumulation"
 LAB = get_lab(NAME)
 WORLD_SIZE = 3

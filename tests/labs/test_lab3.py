@@ -17,7 +17,6 @@ from autograder.criteria.criterion import Case, Context
 from autograder.criteria.lab3_fsdp import gpu, limit, memory, parts
 from autograder.referee.referee import draw_for
 
-pytestmark = pytest.mark.timeout(300)
 NAME = "lab3_fsdp"
 LAB = get_lab(NAME)
 HOSTILE = (
@@ -168,7 +167,7 @@ def test_a_whole_training_state_does_not_fit():
 def test_a_signal_alone_is_not_called_lack_of_memory_only(text, otherwise):
     answer = {"results": [{"status": "died", "text": text}]}
     findings = LAB["fsdp_limit"].findings(make_case(LAB, LAB["fsdp_limit"], [answer, {}, {}]))
-    assert "out of memory" in findings[0].message
+    assert ("ended by a signal" if otherwise else "out of memory") in findings[0].message
     assert ("still wrote into it" in findings[0].message) is otherwise
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,14 +16,13 @@ from lab_helper import SameUnderEveryKey, run_solution, sizes
 from autograder.criteria import get_lab
 from autograder.criteria.common import deaths
 from autograder.criteria.criterion import Case, Draw
-from autograder.criteria.lab5_multinode import hierarchy, network, places
+from autograder.criteria.lab5_multinode import hierarchy, lost, network, nodes, places
 from autograder.criteria.lab5_multinode.nodes import kill_trees
 from autograder.referee.referee import draw_for
 from minidist.emulate import Cluster, Link, Trace, simulate
 from minidist.emulate.trace import Event
 from minidist.processes.tree import descendants
 
-pytestmark = pytest.mark.timeout(300)
 LAB = "lab5_multinode"
 
 # The others' judges look at the emulated cluster's trace first.
@@ -175,3 +175,25 @@ def _alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _seed(number: int, purpose: str) -> int:
+    return 1000 * number + len(purpose)
+
+
+def test_a_node_dies_in_every_step_up_to_the_one_after_a_save():
+    """In each draw once in a forward pass, and once around an update."""
+    first, *others = nodes.DEATHS
+    seen = set()
+    for number in range(400):
+        job, _ = lost.draw_lost(Draw(2, seed=partial(_seed, number)))
+        forward, update = job["deaths"]
+        assert (forward["moment"], update["moment"] in others) == (first, True)
+        seen |= {(job["job"]["every"], d["step"], d["moment"]) for d in job["deaths"]}
+    assert seen == {
+        (every, number, moment)
+        for every in (2, 3, 4)
+        for number in range(1, every + 2)
+        for moment in nodes.DEATHS
+        if (number, moment) != (1, first)
+    }

@@ -20,7 +20,6 @@ from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Event, Trace
 from minidist.profile import Span, Timeline, Window, step_shares
 
-pytestmark = pytest.mark.timeout(300)
 LAB = "lab6_profiling"
 SEEDS = int(os.environ.get("SEEDS", "5"))  # `make nightly` may take 100
 

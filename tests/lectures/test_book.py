@@ -37,7 +37,6 @@ def build(root: Path, out: Path, api: tuple[str, ...]) -> subprocess.CompletedPr
         [sys.executable, "-m", "sphinx", *SPHINX, out.with_name("source"), out],
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
 
@@ -259,9 +258,7 @@ def test_every_lecture_and_lab_is_on_the_course_map():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site") / "book"
-    subprocess.run(
-        [sys.executable, ROOT / "book", "--as-is", "--out", out], check=True, timeout=1000
-    )
+    subprocess.run([sys.executable, ROOT / "book", "--as-is", "--out", out], check=True)
     return out
 
 
@@ -338,7 +335,7 @@ def test_search_finds_a_word_of_a_lecture(site, browser):
     try:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q=halving")
-        page.wait_for_selector("#search-results a", timeout=30_000)
+        page.wait_for_selector("#search-results a", timeout=400_000)
         assert "Collectives" in page.inner_text("#search-results")
     finally:
         server.shutdown()

@@ -546,7 +546,6 @@ def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     released = [path for path in (tmp_path / "labs").rglob("*") if path.is_file()]

@@ -76,7 +76,6 @@ def test_the_best_layout_is_the_best_of_all():
     assert plain["ms"] < 0.8 * answer["ms"]
 
 
-@pytest.mark.timeout(120)
 def test_what_a_rank_does_adds_up_to_the_step():
     names = exercise()
     (found,) = names["race"]([{"dp": 4, "pp": 2, "micro_batch": 4}], 1)

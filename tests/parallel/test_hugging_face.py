@@ -140,6 +140,5 @@ def check_all() -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.timeout(240)
 def test_models_of_transformers_train_as_in_one_process(world_size):
     assert run(check_all, world_size, deadline_s=200) == [[]] * world_size

@@ -75,7 +75,7 @@ def test_its_code_is_ours_whatever_lies_in_the_working_folder(tmp_path, package)
         "print(fork(where).pipe.recv())\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True
     )
     assert str(tmp_path) not in done.stdout
     assert done.stdout.count("__init__.py") == 2, done.stderr

@@ -327,7 +327,5 @@ print(run(half, 2, 4))
 @pytest.mark.parametrize("start", [["script.py"], ["-m", "script"]])
 def test_a_script_without_a_guard_is_not_run_once_more(start, tmp_path):
     (tmp_path / "script.py").write_text(UNGUARDED)
-    done = subprocess.run(
-        [sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, *start], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "the script runs\n[2.0, 2.5]\n", done.stderr

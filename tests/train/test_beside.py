@@ -85,6 +85,20 @@ def test_losses_bytes_and_times(world_size):
         assert results["minidist"].emulated_ms < results["wrong"].emulated_ms
 
 
+def compare_places():
+    dist.init_process_group("gloo")
+    ways = {"blocking": training(Summing)}
+    with pytest.raises(ValueError, match="to divide 2 ranks, got 3"):
+        beside(ways, ranks_per_node=3)
+    return [beside(ways, steps=1, rounds=1, ranks_per_node=n)["blocking"] for n in (1, 2)]
+
+
+def test_links_within_a_node_are_faster():
+    apart, together = run(compare_places, 2, deadline_s=240)[0]
+    computing = LAYERS * (module.FORWARD_S + module.BACKWARD_S) * 1e3
+    assert apart.emulated_ms - computing == pytest.approx(10 * (together.emulated_ms - computing))
+
+
 def test_what_is_not_handed_out_is_none():
     assert find("minidist.parallel.data:BucketedDDP") is BucketedDDP
     assert find("minidist.nothing.of_it:Thing") is None

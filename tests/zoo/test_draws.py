@@ -46,3 +46,16 @@ def test_draws_with_an_unexpected_verdict_are_named(monkeypatch):
     assert proof.num_checks == 24
     assert named.count("never") == 12
     assert 0 < named.count("lucky") < 12
+
+
+@pytest.mark.slow
+def test_where_faults_hide_one_another_each_counts_alone(monkeypatch):
+    """Two wrong submissions as one that loses nothing: the proof holds, as each loses alone."""
+    (reference,) = load_zoo(LAB, "reference")
+    parts = tuple(e for e in load_zoo(LAB, "wrong_*") if e.loses == {"ring_choice"})[:2]
+    hidden = dataclasses.replace(reference, name="both", loses=parts[0].loses, parts=parts)
+    monkeypatch.setattr(autograder.proof.draws, "load_zoo", lambda *_, **__: list(parts))
+    monkeypatch.setattr(autograder.proof.draws, "combine", lambda _: [hidden])
+    proof = verify_draws(LAB, Console(quiet=True), 2, sandbox=probe_support().works)
+    assert proof.problems == ()
+    assert proof.num_checks == 2 + 2 * 2

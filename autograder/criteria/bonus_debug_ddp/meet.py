@@ -105,20 +105,20 @@ def judge_evaluate(
         if not all(type(c) is int for c in counts) or sum(counts) != n:
             findings.append(
                 Finding(
-                    f"{where}: the ranks looked at {counts} samples, together they should at {n}. "
-                    "Whatever makes all shares equally long doubles samples or drops some."
+                    f"{where}: the ranks looked at {counts} samples, together they should have "
+                    f"looked at {n}. Whatever makes all shares equally long doubles samples or "
+                    "drops some."
                 )
             )
             break
         if batch_sizes is not None and batch_size not in batch_sizes:
             continue
         for rank, answer in enumerate(case.answers[:ranks]):
+            hint = "Every sample has the same weight: sum over samples, then divide, once."
+            if rank and oracle.agrees(case.answers[0].get(f"loss/{number}"), expected):
+                hint = "Rank 0 has the right loss: every rank needs the sums of all ranks."
             if wrong := oracle.differs(
-                rank,
-                f"{where}: loss",
-                answer.get(f"loss/{number}"),
-                expected,
-                hint="Every sample has the same weight: sum over samples, then divide, once.",
+                rank, f"{where}: loss", answer.get(f"loss/{number}"), expected, hint=hint
             ):
                 findings.append(wrong)
         if findings:
@@ -336,15 +336,18 @@ def _judge_call(case: Case, rank: int, answer: Values, call: int) -> list[Findin
         expected = np.array(math.fsum(values) / len(values))
         got = answer.get(f"value/{call}/{name}")
         hint = "Every rank that has it counts alike. And the first all-reduce of a rank meets the "
-        hint += "first of the others, whatever they meant by it. The order of a set of names is "
-        hint += "another one in each process."
+        hint += "first of the others, and a vector's first number the others' first, whatever they "
+        hint += (
+            "meant by it: all ranks need one order of names. Neither a dictionary's nor a set's "
+        )
+        hint += "is one."
         others = len(values) - 1
         if 0.0 in values and others and oracle.agrees(got, expected * len(values) / others):
             hint = "A rank that has measured 0.0 has it, too."
         if len(values) < case.world_size and oracle.agrees(
             got, expected * len(values) / case.world_size
         ):
-            hint = "A rank that does not have it counts as zero."
+            hint = "Here a rank that does not have it was counted as zero: leave it out."
         if call:
             hint = "The first call gave what is expected: has it changed the dictionary?"
         if wrong := oracle.differs(rank, what, got, expected, hint=hint):

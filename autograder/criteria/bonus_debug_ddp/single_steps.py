@@ -107,6 +107,29 @@ def _one_process(case: Case) -> list[np.ndarray]:
     return [p.detach().numpy() for p in model.parameters()]
 
 
+def _explain_adam(case: Case) -> str:
+    """By which parameters differ from rank to rank."""
+    first, *others = case.answers
+    names = [name for name in first if name[:1] == "p" and name[1:].isdigit()]
+    apart = [
+        name
+        for name in names
+        if any(not np.array_equal(first[name], other.get(name, ())) for other in others)
+    ]
+    if not apart:
+        return "Adam's step is no linear function of the gradient: average first, step then."
+    if len(apart) == len(names):
+        return (
+            "No parameter is equal on all ranks: average the gradients, each parameter's; the mean "
+            "of the losses is only a number, and backward knows only this rank's samples."
+        )
+    which = ", ".join(name[1:] for name in apart)
+    return (
+        f"The ranks disagree on the parameters {which}: their gradients were not averaged. One is "
+        "in no layer, and the optimizer has two groups."
+    )
+
+
 def judge_adam(case: Case) -> Iterator[Finding]:
     """The weights are those of one process that trains with Adam on the batch of all ranks."""
     for rank, answer in enumerate(case.answers):
@@ -118,9 +141,7 @@ def judge_adam(case: Case) -> Iterator[Finding]:
                 expected,
                 rtol=0.0,
                 atol=ADAM_TOLERANCE * LR["adam"],
-                hint="Adam's step is no linear function of the gradient: average first, step "
-                "then. And average every parameter's: one here is in no layer, and the optimizer "
-                "has two groups.",
+                hint=_explain_adam(case),
             ):
                 yield wrong
                 break
@@ -136,8 +157,9 @@ def judge_sgd(case: Case) -> Iterator[Finding]:
                 answer.get(f"p{i}"),
                 expected,
                 dtype="float64",
-                hint="A mean over ranks divides by the number of ranks, whatever that is. And what "
-                "was in p.grad before a call does not count.",
+                hint="A mean over ranks divides by the number of ranks, once, whatever that is "
+                "(LOCAL_WORLD_SIZE is another number). And what was in p.grad before a call does "
+                "not count.",
             ):
                 yield wrong
                 break

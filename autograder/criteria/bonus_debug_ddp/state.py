@@ -268,8 +268,8 @@ def judge_resume(case: Case) -> Iterator[Finding]:
         if told(answer, "step") != inputs["saved"][-1]:
             yield Finding(
                 f"load_checkpoint returned {answer.get('step')}; saved were, in this order, the "
-                f"steps {inputs['saved']}. The last one counts, not the largest or the last by "
-                "name.",
+                f"steps {inputs['saved']}. The last one counts, not the first, the largest or the "
+                "last by name.",
                 rank,
             )
             continue
@@ -418,8 +418,13 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
                         Finding(
                             f"seed={seed}: ranks {b} and {a} draw the same numbers after the model "
                             f"is built, perhaps at other places: {np.round(first[b], 4).tolist()} "
-                            f"and {np.round(first[a], 4).tolist()}. So they drop the same units: W "
-                            "ranks with one mask."
+                            f"and {np.round(first[a], 4).tolist()}. "
+                            + (
+                                "So they drop the same units: W ranks with one mask."
+                                if np.isclose(first[a], first[b]).sum() > 1
+                                else "That is one stream, begun at different places: seed each "
+                                "rank's generator differently."
+                            )
                         )
                     ]
             if not np.allclose(first[a], again[a]):

@@ -223,7 +223,7 @@ def judge_zero_grad(case: Case) -> Iterable[Finding]:
     start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     for rank, answer in enumerate(case.answers):
         if all(oracle.agrees(answer.get(name), start[name]) for name in NAMES):
-            return [Finding("`model` has its first weights: `model` itself is trained.", rank)]
+            return [Finding("`model` still has its first weights: train it, not a copy.", rank)]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
     for step in steps:
@@ -302,6 +302,15 @@ def judge_shares(case: Case) -> list[Finding]:
     for number, epoch in enumerate(epochs):
         numbers = np.unique(np.concatenate(epoch))
         expected = np.arange(case.inputs[0]["n"], dtype=np.float64)
+        places = sum(map(len, epoch))
+        if len(numbers) == places < len(expected):
+            return [
+                Finding(
+                    f"epoch {number}: {len(expected) - places} of {len(expected)} samples go "
+                    "through no rank: the last places are filled with a few that come twice, not "
+                    "cut off."
+                )
+            ]
         if not np.array_equal(numbers, expected):
             return [
                 Finding(
@@ -357,8 +366,12 @@ def judge_saved(case: Case) -> list[Finding]:
     if not findings and (not isinstance(keys, list) or sorted(map(str, keys)) != names):
         findings.append(
             Finding(
-                f"the file has the names {keys}, the model's state_dict {names}. Whoever loads it "
-                "has no DDP around the model.",
+                f"the file has the names {keys}, the model's state_dict {names}. "
+                + (
+                    "Whoever loads it has no DDP around the model."
+                    if isinstance(keys, list) and any(str(k).startswith("module.") for k in keys)
+                    else "All of these, and these alone, are the model's weights and buffers."
+                ),
                 0,
             )
         )

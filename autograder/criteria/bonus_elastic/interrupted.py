@@ -64,7 +64,12 @@ def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
     with start_job(path, inputs) as job:
         for name in ("whole", "done", "resumed"):
             failure = job.run(SAME_SIZE)
-            what = {"done": ", when all steps were done and saved,"}.get(name, "")
+            what = ""
+            if name == "done":
+                what = (
+                    ", started once more with nothing left to train (an earlier run may have died "
+                    "before it wrote),"
+                )
             result = job.results(f"on {SAME_SIZE} ranks{what}", failure)
             answer |= {f"{name}/{key}": value for key, value in result.items()}
             for saved in job.checkpoints.glob("step-*") if name == "done" else ():
@@ -78,16 +83,16 @@ def judge_rejoin(case: Case) -> list[Finding]:
     given, answer = case.inputs[0], case.answers[0]
     every, ranks, kills = given["job"]["every"], given["ranks"], given["kills"]
     story = (
-        f"({ranks[0]} ranks until one was killed in step {kills[0][0]}, then {ranks[1]} until step "
-        f"{kills[1][0]}, then {ranks[2]}; saved every {every} steps.)"
+        f"(Planned: {ranks[0]} ranks, one killed at batch {kills[0][0]}; then {ranks[1]}, one "
+        f"killed at batch {kills[1][0]}; then {ranks[2]}; saved every {every} steps.)"
     )
     began = plain(answer).get("began")
     if began != [0, every, 2 * every]:
         return [
             Finding(
                 f"{story} The three runs should take up the batches {[0, every, 2 * every]} first, "
-                f"they took {began} (-1 is none): load_together first, and give the sampler its "
-                "state.",
+                f"they took {began} (-1 is none: the run before had done all). load_together "
+                "comes first, and the sampler gets its state.",
                 0,
             )
         ]
@@ -197,7 +202,12 @@ def judge_preempted(case: Case) -> Iterator[Finding]:
                 0,
             )
             continue
-        if run.get("taken") != stop:
+        if run.get("asked") == [0] * SAME_SIZE:
+            problem = (
+                "nobody called it: it is for all ranks after every step; the script took "
+                f"{run.get('taken')} batches."
+            )
+        elif run.get("taken") != stop:
             problem = f"expected {stop} batches to be taken, got {run.get('taken')}."
         elif not _asked_together(run.get("asked"), stop):
             problem = (

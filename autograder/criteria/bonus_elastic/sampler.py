@@ -82,7 +82,10 @@ def _deal(sampler: Any, rank: int, world_size: int, values: Values) -> list[int]
         raise TypeError(f"next_batch: expected (indices, size), got {type(dealt).__name__}")
     own = [integer(i, "an index from next_batch") for i in dealt[0]]
     if len(own) > values["num_samples"]:
-        raise ValueError(f"next_batch: {len(own)} indices, more than there are samples")
+        raise ValueError(
+            f"next_batch: a sampler of {values['num_samples']} samples gave {len(own)} indices for "
+            f"rank {rank}. Is anything kept from another sampler of this process?"
+        )
     return [*own, integer(dealt[1], "the size from next_batch")]
 
 
@@ -126,6 +129,12 @@ def _read(
         parts_right = [cut(size, world_size, rank) for rank in range(world_size)]
         wanted = [part.stop - part.start for part in parts_right]
         got = [len(part) - 1 for part in parts]
+        if sum(got) != size:
+            return (
+                f"batch {number}: next_batch says that it has {size} samples, and the ranks took "
+                f"{sum(got)} in all: `size` is the number of samples in this batch, of which the "
+                "last one of an epoch may have fewer."
+            )
         if got != wanted:
             return (
                 f"batch {number} of {size} samples: with the share that the check brings, the "
@@ -294,7 +303,9 @@ def judge_order(case: Case) -> list[Finding]:
         elif one[:half] == sorted(one[:half]):
             wrong("the samples come in the order in which they lie: nothing is shuffled.", rank)
         elif one[:half] == one[half:]:
-            wrong("the second epoch has the order of the first: the epoch has to enter.", rank)
+            text = "with seed=0 the second epoch has the order of the first: the epoch has to enter"
+            other_seed = ", also if the seed is 0 (with another one it does)"
+            wrong(text + other_seed * (other[:half] != other[half:]) + ".", rank)
         elif one[:half] == other[:half] or one[half:] == other[half:]:
             wrong("a different seed gives the same order: the seed has to enter.", rank)
         elif first_rank is not None and first_rank != orders:
@@ -329,7 +340,9 @@ def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Valu
             calm += _deal_to_all([whole], inputs, 1)
     batches: Batches = []
     state: Any = None
+    changed = False
     for world_size, stay in zip(inputs["ranks"], inputs["stays"], strict=True):
+        given = repr(state)
         samplers = [_fresh(sampler_class, inputs, state) for _ in range(world_size)]
         for _ in range(stay):
             row = []
@@ -337,10 +350,11 @@ def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Valu
                 with _random_numbers(0):
                     row.append(_deal(sampler, rank, world_size, inputs))
             batches.append(row)
+        changed = changed or given != repr(state)
         # All samplers get the same dict: one that counts in it counts for the others, too.
         state = samplers[inputs["saver"] % world_size].state_dict()
         state = load_plain(saved(state), "state_dict")
-    return {"calm": calm, "batches": batches}
+    return {"calm": calm, "batches": batches, "changed": changed}
 
 
 def judge_resize(case: Case) -> Iterator[Finding]:
@@ -363,11 +377,30 @@ def judge_resize(case: Case) -> Iterator[Finding]:
         other = [number for number, (one, two) in pairs if sorted(one) != sorted(two)]
         if not other:
             continue
+        if answer.get("changed") is True:
+            yield Finding(
+                f"{story} next_batch changes the dict that load_state_dict was given: copy the "
+                "numbers out of it. (Here the samplers of all ranks are loaded from one dict.)",
+                rank,
+            )
+            continue
+        if other[0] < starts[0]:
+            yield Finding(
+                f"{story} batch {other[0]}, before any change, has different samples on "
+                f"{ranks[0]} ranks than on one: which samples a batch has must not depend on the "
+                "number of ranks.",
+                rank,
+            )
+            continue
+        first = got[other[0]]
+        same = [n for n, batch in enumerate(calm) if sorted(batch) == sorted(first)]
+        if same:
+            story += f" Batch {other[0]} has the samples of batch {same[0]}."
         for epoch in range(2):
             if problem := _not_once(got[6 * epoch : 6 * epoch + 6], given["num_samples"]):
                 yield Finding(
-                    f"{story} epoch {epoch}: {problem} The state must count the samples that *all* "
-                    "ranks have taken, and say the epoch.",
+                    f"{story} Epoch {epoch}: {problem} The state must count the samples that *all* "
+                    "ranks have taken, and say the epoch, and load_state_dict goes on from there.",
                     rank,
                 )
                 break

@@ -82,6 +82,9 @@ def _state(inputs: Values, step: int, later: bool) -> Values:
     return state_of(inputs | {"weight": inputs["weight"] + later}, step)
 
 
+ELSEWHERE = "on-another-disk"  # a folder that is not there
+
+
 def _alone(function: Any, save_together: Any, *args: Any) -> list[Any]:
     """Runs `function(save_together, …)` in a separate job of one rank; returns its result."""
     try:
@@ -91,13 +94,18 @@ def _alone(function: Any, save_together: Any, *args: Any) -> list[Any]:
         if "NotImplementedError" in text:
             raise NotImplementedError from None
         last = text.strip().splitlines()[-1]
+        if ELSEWHERE in last:
+            raise RuntimeError(
+                "save_together asks `tempfile` for a file where that puts its files, outside of "
+                "`folder`: from another disk a move is a copy. Make the file in `folder` itself."
+            ) from None
         raise RuntimeError(f"save_together in a job of one rank: {last}") from None
 
 
 def _save(save_together: Any, folder: str, step: int, state: Any, keep: int = 3) -> None:
     """Saves in a group of one rank; `tempfile` has no place to put files."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    tempfile.tempdir = str(Path(folder, "on-another-disk"))
+    tempfile.tempdir = str(Path(folder, ELSEWHERE))
     save_together(folder, step, state, keep=keep)
 
 
@@ -196,7 +204,7 @@ def _left_behind(left: Values, given: Values, step: int, then: list[int], right:
         )
     if saved != [True] * len(then):
         return (
-            f"{when}: {new}, save_together does not come to its end. What a death leaves behind "
+            f"{when}: {new}, save_together raises an error or hangs. What a death leaves behind "
             "must not get in the way."
         )
     return ""
@@ -332,7 +340,9 @@ def judge_keep(case: Case) -> list[Finding]:
             return [
                 Finding(
                     f"after step {step}{again}, keep={given['keep']}: expected {wanted}, "
-                    f"got {got}.",
+                    f"got {got}. (Steps {given['steps'][0]} and {given['steps'][1]} were there "
+                    "before, as if copied from an earlier job: their files look newer than they "
+                    "are.)",
                     0,
                 )
             ]

@@ -72,7 +72,7 @@ def _problem(shares: Any, size: int, ranks: int) -> str:
             return f"rank {rank} begins at {begin}, expected {at}: samples are taken {what}."
         at = max(at, end)
     if at != size:
-        return f"they end at {at}, so {size - at} samples are taken by nobody."
+        return f"they end at {at} of {size}: the last ones are taken by nobody."
     if max(sizes) - min(sizes) > 1:
         return (
             f"sizes are {sizes}: expected a difference of 1 at most. All ranks wait for the one "
@@ -267,13 +267,18 @@ def _loss(given: Values, x: np.ndarray, y: np.ndarray) -> float:
 def _hint(got: Any, right: np.ndarray, mean: np.ndarray, own: Any, case: Case) -> str:
     counts = [values["own"] for values in case.inputs]
     text = f"(The ranks have {counts} samples.)"
+    if oracle.agrees(got, right):
+        return "Nearly right: something is rounded to float32 on its way; the model is float64."
     if oracle.agrees(got, mean):
         return (
             f"{text} That is the plain mean over ranks: a sample on a rank that has few counts "
             "for more than one on a rank that has many."
         )
     if own is not None and oracle.agrees(got, own):
-        return f"{text} That is this rank's own gradient."
+        return (
+            f"{text} That is this rank's own gradient: it was not reduced, or nothing was written "
+            "back. `parameters` may be an iterator, which is used up once."
+        )
     if isinstance(got, np.ndarray) and got.shape == right.shape and not got.any():
         return f"{text} That is zero: parameters may be an iterator, which is used up once."
     return f"{text} A rank's mean counts by num_own / num_all, and the sum over ranks is taken."

@@ -133,7 +133,8 @@ def judge_reshard(case: Case) -> Iterator[Finding]:
             size = -(-numel // after)
             old = -(-numel // before) + _more(number)
             story = (
-                f"{numel} numbers, from {before} ranks, each with {old} (padding included), to "
+                f"{numel} numbers, from {before} ranks, each with {old} "
+                f"({'more than needed, ' * bool(_more(number))}padding included), to "
                 f"{after}, each with {size}"
             )
             for name in case.inputs[rank]["names"]:
@@ -178,6 +179,12 @@ def _wrong_part(parts: list[Any], right: np.ndarray, size: int) -> str:
                 "anew, it lies at the end of the whole vector."
             )
         at = int(np.argmax(part != expected))
+        found = np.flatnonzero(right == part[at])
+        if part[at] and len(found) == 1:
+            return (
+                f"the new rank {new} has at {at} the number {found[0]} of the whole vector, where "
+                f"number {new * size + at} belongs."
+            )
         return f"the new rank {new} has {part[at]:.4g} at {at}, expected {expected[at]:.4g}."
     return ""
 
@@ -272,6 +279,6 @@ def judge_adam(case: Case) -> Iterator[Finding]:
             f"parameters after {BEFORE} steps of AdamW on {before} ranks and {AFTER} on {after}",
             answer.get("p"),
             parameter.detach().numpy(),
-            hint="Its count of steps is no vector: it is not cut, and every new rank gets it.",
+            hint="AdamW's count of steps is no vector: it is not cut, and every new rank gets it.",
         ):
             yield wrong

@@ -137,7 +137,11 @@ def judge_stop(case: Case) -> list[Finding]:
         between = number == len(runs) - 1
         later = [step > first for step in range(STEPS)] if between else right
         together = item_of(answers[0].get("said"), number)
-        heard = {f"rank {r}": step for r, step in enumerate(told) if step >= 0}
+        heard = [
+            f"rank {r} got the signal {'in requested() of' if between else 'before'} step {step}"
+            for r, step in enumerate(told)
+            if step >= 0
+        ]
         for rank, answer in enumerate(answers):
             got = item_of(answer.get("said"), number)
             alike = got == together or together not in (right, later)
@@ -148,9 +152,9 @@ def judge_stop(case: Case) -> list[Finding]:
                 hint = "Nobody was told to stop; what an earlier run was told is over."
             findings.append(
                 Finding(
-                    f"the signal came {'in requested() of' if between else 'before'} step "
-                    f"{heard or 'none'}: expected {right} after steps 0 to {STEPS - 1} on every "
-                    f"rank{', or True one step later on all,' * between} got {got}. {hint}",
+                    f"{', '.join(heard) or 'no rank got a signal'}: requested() after steps 0 to "
+                    f"{STEPS - 1}: expected {right} on every rank"
+                    f"{', or True one step later on all' * between}, got {got}. {hint}",
                     rank,
                 )
             )
@@ -178,12 +182,14 @@ def observe_handler(preemption_class: Any, inputs: Values, context: Context) -> 
     """Whether our handler is back after the `with`, and whether an error comes through."""
     answer: Values = {}
     with _our_handler() as ours:
-        answer["after"] = True
+        answer["after"] = ""
         for before in (signal.SIG_IGN, signal.SIG_DFL, ours):
             signal.signal(signal.SIGTERM, before)
             with preemption_class():
                 pass
-            answer["after"] &= signal.getsignal(signal.SIGTERM) is before
+            after = signal.getsignal(signal.SIGTERM)
+            if after is not before and not answer["after"]:
+                answer["after"] = f"{_handler_name(before)}, after it {_handler_name(after)}"
         signal.signal(signal.SIGTERM, ours)
         answer["through"] = ""
         try:
@@ -195,14 +201,18 @@ def observe_handler(preemption_class: Any, inputs: Values, context: Context) -> 
     return answer
 
 
+def _handler_name(handler: Any) -> str:
+    return f"signal.{handler.name}" if isinstance(handler, signal.Handlers) else "a function"
+
+
 def judge_handler(case: Case) -> Iterator[Finding]:
     """After the `with` the old handler is back, also after an error, which comes through."""
     for rank, answer in enumerate(map(plain, case.answers)):
         problem = ""
-        if answer.get("after") is not True:
+        if answer.get("after") != "":
             problem = (
-                "after the `with` SIGTERM has not the handler that it had before (which need not "
-                "be Python's default): signal.signal returns the old one."
+                f"before the `with` SIGTERM had {str(answer.get('after'))[:200]}: put back what "
+                "signal.signal returned, whatever it is (a function, SIG_IGN or SIG_DFL)."
             )
         elif answer.get("through") != case.inputs[rank]["text"]:
             problem = "an error inside the `with` did not come through: __exit__ returned True."

@@ -55,7 +55,7 @@ def for_rank_zero(draw: Draw, inputs: Values) -> list[Values]:
 # --- starting the script -------------------------------------------------------------------------
 
 
-class Job:
+class ElasticJob:
     """A folder with the script, the stand-in, the data and the checkpoints."""
 
     def __init__(self, path: Any, inputs: Values, folder: Path) -> None:
@@ -122,7 +122,9 @@ class Job:
         said = self.log.read_text(errors="replace")
         if "NotImplementedError" in said:
             return NotImplementedError()
-        return RuntimeError(f"{self.script.name} {what}:\n{said[-1500:]}")
+        return RuntimeError(
+            f"{self.script.name} {what}" + f":\n{said[-1500:]}" * bool(said.strip())
+        )
 
     def results(self, what: str, failure: str) -> Values:
         """The parameters and losses in --out; removes the file."""
@@ -135,9 +137,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def start_job(path: Any, inputs: Values) -> Iterator[Job]:
+def start_job(path: Any, inputs: Values) -> Iterator[ElasticJob]:
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
-        yield Job(path, inputs, Path(folder))
+        yield ElasticJob(path, inputs, Path(folder))
 
 
 # --- the same in one process ---------------------------------------------------------------------

@@ -111,8 +111,8 @@ def judge_time(case: Case) -> list[Finding]:
             Finding(
                 f"{n} stages, {m} micro-batches of {1e3 * (FORWARD_S + BACKWARD_S):g} ms: took "
                 f"{took_s * 1e3:.2f} ms of virtual time, {best_s * 1e3:.2f} ms are possible (idle "
-                f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Does a rank "
-                "wait until a message has arrived before it goes on computing?"
+                f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Is everything "
+                "sent as soon as it is there, and does no rank wait until it has arrived?"
             )
         ]
     if took_s < 0.95 * best_s:
@@ -126,11 +126,14 @@ def _wrong_order(case: Case) -> Iterator[Finding]:
         did = [(e.direction, e.layer) for e in events if e.kind == "compute"]
         steps = case.inputs[rank]["cases"][0]["schedule"]
         if did != [(what, rank) for what, _ in steps]:
-            yield Finding(
-                f"{len(did)} forward and backward passes, and not in the order of the {len(steps)} "
-                "of the schedule.",
-                rank,
-            )
+            num_forward = sum(direction == FORWARD for direction, _ in did)
+            m = len(steps) // 2
+            what = f"{num_forward} forward and {len(did) - num_forward} backward passes"
+            if len(did) == len(steps) and num_forward == m:
+                what = f"the {what} are not in the order of the schedule."
+            else:
+                what = f"{what} went through this stage; the schedule has {m} of each."
+            yield Finding(what, rank)
 
 
 def _wrong_activations(case: Case) -> list[Finding]:
@@ -231,15 +234,16 @@ class _SmallDevice(nn.Module):
             gc.collect()
         if len(left := self.left_over(x)) > MOST_LEFT_OVER:
             raise MemoryError(
-                f"this rank still keeps what it has received for micro-batches {left}, which have "
-                "been backward. Is all of a micro-batch let go then (its input, too, and no sum of "
-                "losses with their graphs)?"
+                f"this rank still keeps what it has received for micro-batches {left}, whose "
+                "backward pass is over. Is all of a micro-batch let go then (its input, too, and "
+                "no sum of losses with their graphs)?"
             )
         if self.room.now >= self.room.limit:
             raise MemoryError(
                 f"this rank has room for the activations of {self.room.limit} micro-batches, and "
-                "autograd still keeps as many: 1F1B never needs more than P - rank. Is everything "
-                "free after its backward (no retain_graph, no list of old outputs)?"
+                "autograd still keeps as many: 1F1B never needs more than P - rank. Are steps done "
+                "in the order of the list, and is everything free after its backward (no "
+                "retain_graph, no list of old outputs)?"
             )
         kept = _Kept(self.room)
         with torch.autograd.graph.saved_tensors_hooks(

@@ -114,11 +114,16 @@ def _wrong_content(case: Case) -> list[Finding]:
             factors = np.clip(back, -1e30, 1e30) @ wanted / (wanted @ wanted)
             off = np.abs(back - factors[:, None] * wanted).max(axis=1, initial=0.0)
             if not (off <= parts.RTOL * np.abs(factors) * np.abs(wanted).max())[factors != 0].any():
+                why = (
+                    "What was sent is not zero: does the gradient that came in go backward from "
+                    "the output of the micro-batch that the step names?"
+                    if back.any()
+                    else "What goes back is the .grad of what was received, after backward."
+                )
                 return [
                     Finding(
                         f"the gradient of micro-batch {i}'s activation was not in what this rank "
-                        f"sent to rank {border}: it is the .grad of what was received, after "
-                        "backward.",
+                        f"sent to rank {border}. {why}",
                         border + 1,
                     )
                 ]
@@ -170,8 +175,8 @@ def _alone(case: Case) -> list[Finding]:
     if isinstance(answer.get("raised"), str):
         return [
             Finding(
-                f"a call with one rank, the first and the last one at once: {answer['raised']} "
-                "Does it send to somebody, or receive?",
+                f"a call with one rank, the first and the last one at once: {answer['raised']}. "
+                "Does it send to somebody, or receive, though there is nobody?",
                 0,
             )
         ]
@@ -247,7 +252,8 @@ def _too_early(case: Case) -> Iterator[Finding]:
     for rank in range(case.world_size):
         if count := _still_here(case, rank):
             yield Finding(
-                f"the call returns before {count} of {len(_sends(case, rank))} messages of this "
-                "rank have left for certain: nobody waits for them.",
+                f"the call returns while {count} of this rank's {len(_sends(case, rank))} messages "
+                "may still be on their way: it has not waited for their handles, and nothing that "
+                "came later shows that they have arrived.",
                 rank,
             )

@@ -134,7 +134,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
             rtol=1e-9,
             atol=0.0,
             hint="A rank in the middle sends M activations on and M gradients back; with two "
-            "stages each rank sends one of the two.",
+            "stages each rank sends one of the two, with one nobody sends.",
         ) or differs(
             rank,
             f"data_parallel_bytes of {CASES} cases",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -87,35 +88,60 @@ def judge_orders(case: Case) -> list[Finding]:
     for number in range(len(case.inputs[0]["cases"])):
         _, expected = parts.solve(case, number)
         what = name_of(case, number)
-        findings = parts.judge_direction(case, number, what, expected, one_factor=False)
-        if findings or (findings := _other_order(case, number, what)):
+        wrong = parts.judge_direction(case, number, what, expected, one_factor=False)
+        orders = list(_other_order(case, number))
+        if wrong and any(not took for _, _, took, _ in orders):
+            return wrong  # where a pass is missing, this says more
+        sums = "are wrong" if wrong else "are right all the same, added up over the batch"
+        findings = [
+            Finding(
+                f"{what}: the {kind} passes took the micro-batches {' '.join(took) or '(none)'}"
+                f"{' (? is none of them)' * ('?' in took)}, expected {' '.join(right)}. The "
+                f"gradients {sums}.",
+                rank,
+            )
+            for rank, kind, took, right in orders
+        ] or [
+            Finding(f"{f.message} Each pass took the micro-batch that the list names.", f.rank)
+            for f in wrong
+        ]
+        if findings:
             return findings
     return []
 
 
-def _other_order(case: Case, number: int, what: str) -> list[Finding]:
+def _other_order(case: Case, number: int) -> Iterator[tuple[int, str, list[str], list[str]]]:
+    """Ranks whose passes took other micro-batches than their schedule names: took, expected.
+
+    "?" is an input that is none of a micro-batch.
+    """
     h, _ = parts.batch_of(case, number)
-    findings: list[Finding] = []
     for rank, stage in enumerate(parts.stages_of(case)):
         each = case.inputs[rank]["cases"][number]
-        sums = [part.sum().item() for part in h.split(each["sizes"])]
+        sums = np.array([part.sum().item() for part in h.split(each["sizes"])])
         for kind in (FORWARD, BACKWARD):
-            right = np.array([sums[i] for k, i in each["schedule"] if k == kind])
+            right = [i for k, i in each["schedule"] if k == kind]
             got = case.answers[rank].get(f"{kind}/{number}")
             # Passes that a stage does again, to keep less, are not the schedule's.
-            first = _first(got) if is_floats(got) else np.zeros(0)
-            if first.shape != right.shape or not np.abs(first - right).max(initial=0.0) <= ATOL:
-                findings.append(
-                    Finding(
-                        f"{what}: the {kind} passes were not of these micro-batches in this "
-                        "order, though the sum of the gradients is right.",
-                        rank,
-                    )
-                )
-                break
+            first = _first(got) if is_floats(got) and got.ndim == 1 else np.zeros(0)
+            if (
+                first.shape == (len(right),)
+                and np.abs(first - sums[right]).max(initial=0.0) <= ATOL
+            ):
+                continue
+            took = [_number_of(value, sums) for value in first[:24]]
+            yield rank, kind, took, [str(i) for i in right]
+            if kind == FORWARD:
+                return  # what it sends is for other micro-batches, too
+            break
         with torch.no_grad():
             h = stage(h)
-    return findings
+
+
+def _number_of(value: float, sums: np.ndarray) -> str:
+    """The micro-batch whose numbers have this sum."""
+    near = np.flatnonzero(np.abs(sums - value) <= ATOL)
+    return str(near[0]) if len(near) else "?"
 
 
 def _first(values: np.ndarray) -> np.ndarray:

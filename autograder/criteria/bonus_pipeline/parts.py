@@ -138,7 +138,7 @@ def gradients_of(stage: nn.Module, number: int) -> Values:
 def read_loss(loss: Any) -> float | str:
     """The number in a tensor of one real number; for anything else what it is, in words."""
     if not isinstance(loss, torch.Tensor):
-        return "nothing (None)" if loss is None else f"{type(loss).__name__[:20]}, not a tensor"
+        return "nothing (None)" if loss is None else f"a {type(loss).__name__[:20]}, not a tensor"
     if loss.numel() != 1 or loss.is_complex():
         return f"a tensor of {loss.numel()} numbers"
     return float(loss.item())
@@ -206,8 +206,9 @@ def judge_direction(
         if not grads.any():
             findings.append(
                 Finding(
-                    f"{what}: the stage has no gradients. Does the activation that was received "
-                    "ask for a gradient, and does its .grad go back?",
+                    f"{what}: the stage has no gradients but zeros. Does backward run through "
+                    "every stage? Does what was received ask for a gradient, and does its .grad go "
+                    "back?",
                     rank,
                 )
             )

@@ -95,7 +95,10 @@ def judge_cut(case: Case) -> Iterator[Finding]:
             problem = _cut_problem(item_of(answer.get("cuts"), number), costs, stages)
             if not problem:
                 problem = _cut_problem(item_of(answer.get("again"), number), costs, stages)
-                problem = problem and f"{problem} (In a second call, with the list of the first.)"
+                problem = problem and (
+                    f"the first call was right, a second one with the same list was not: {problem} "
+                    "Has the first changed the list?"
+                )
             if problem:
                 yield Finding(f"cut_layers({costs}, {stages}): {problem}", rank)
                 break
@@ -120,8 +123,8 @@ def _cut_problem(got: Any, costs: list[float], stages: int) -> str | None:
     least = least_cost(costs, stages)
     if max(sums) > least:
         return (
-            f"the stages cost {sums}. The dearest sets the pace of all: {max(sums):g} here, but "
-            f"{least:g} is possible."
+            f"the stages cost {[float(f'{cost:.4g}') for cost in sums]}. The dearest sets the pace "
+            f"of all: {max(sums):g} here, but {least:g} is possible."
         )
     return None
 
@@ -219,7 +222,7 @@ def judge_gpipe(case: Case) -> list[Finding]:
     """All forwards in order, then all backwards, in the same order on all ranks."""
     orders: dict[tuple[int, int], list[int]] = {}
     for real, stages, m, rank, steps in _schedules(case):
-        where = f"rank {rank} of {stages}, {m} micro-batches"
+        where = f"gpipe({rank}, {stages}, {m})"
         problem = _incomplete(steps, m)
         if not problem and [what for what, _ in steps] != [FORWARD] * m + [BACKWARD] * m:
             problem = "expected all forwards, then all backwards."
@@ -239,13 +242,13 @@ def judge_gpipe(case: Case) -> list[Finding]:
 def judge_1f1b(case: Case) -> list[Finding]:
     """The schedule is the one of `one_f_one_b_of`: no other schedule is 1F1B."""
     for real, stages, m, rank, steps in _schedules(case):
-        where = f"rank {rank} of {stages}, {m} micro-batches"
+        where = f"one_f_one_b({rank}, {stages}, {m})"
         problem = _incomplete(steps, m)
         right = one_f_one_b_of(rank, stages, m)
         if not problem and steps != right:
             begins = next((k for k, (what, _) in enumerate(steps) if what == BACKWARD), m)
             problem = (
-                f"{begins} forwards before the first backward, expected {min(stages - rank, m)}: "
+                f"forwards before the first backward: {begins}, expected {min(stages - rank, m)}: "
                 "a warm-up, and the first of the pairs. "
             )
             if begins == min(stages - rank, m):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from autograder.criteria.bonus_pipeline import parts
 from autograder.criteria.bonus_pipeline.plan import gpipe_of
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of
+from autograder.criteria.common.answers import is_floats, item_of, short
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 STEPS, LR = 4, 1e-3
@@ -38,57 +39,110 @@ def _optimizer(stage: nn.Module) -> torch.optim.SGD:
 
 
 def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after a few steps, and the loss that each step returns."""
+    """The parameters after each of a few steps, and the loss that it returns."""
     stage = parts.make_stage(inputs, context)
     optimizer = _optimizer(stage)
     parts.set_old_gradients(stage, inputs)
     losses: list[float | str] = []
+    answer: Values = {"losses": losses}
     for number in range(STEPS):
         given = parts.arguments(stage, inputs, context, number)
         losses.append(parts.read_loss(train_step(given[0], optimizer, *given[1:])))
-    return {"losses": losses} | {
-        f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(stage.parameters())
-    }
+        for i, p in enumerate(stage.parameters()):
+            answer[f"p{number}/{i}"] = p.detach().cpu().numpy().copy()
+    return answer
 
 
-def judge_train(case: Case) -> Iterator[Finding]:
-    """The parameters are those of one process that takes the same steps; so are the losses."""
+@dataclass(frozen=True)
+class _Step:
+    """What is right in a step: its loss, and per rank the gradients and parameters of the stage."""
+
+    loss: float
+    gradients: list[list[np.ndarray]]
+    parameters: list[list[np.ndarray]]
+
+
+def _steps(case: Case) -> Iterator[_Step]:
+    """The steps that one process takes, in float64."""
     stages = parts.stages_of(case)
     optimizers = [_optimizer(stage) for stage in stages]
-    losses: list[float] = []
     for number in range(STEPS):
         stages.zero_grad()
         x, y = parts.batch_of(case, number)
         loss = oracle.mse(stages(x), y)
         loss.backward()
-        losses.append(loss.item())
+        gradients = [[oracle.grad_of(p).copy() for p in stage.parameters()] for stage in stages]
         for optimizer in optimizers:
             optimizer.step()
-    for rank, answer in enumerate(case.answers):
-        for i, p in enumerate(stages[rank].parameters()):
-            got = answer.get(f"p{i}")
-            start = case.inputs[rank]["wb"[i]]
-            hint = "One step of the optimizer per batch, from that batch's gradients only."
-            if isinstance(got, np.ndarray) and np.array_equal(got, start):
-                hint = "They have not changed."
-            right = p.detach().numpy()
-            if wrong := oracle.differs(
-                rank, f"parameter {i} after {STEPS} steps", got, right, hint=hint
-            ):
-                yield wrong
-                break
-        else:
-            if wrong := _other_loss(answer, rank, losses):
-                yield wrong
+        parameters = [[p.detach().numpy().copy() for p in s.parameters()] for s in stages]
+        yield _Step(loss.item(), gradients, parameters)
 
 
-def _other_loss(answer: Values, rank: int, losses: list[float]) -> Finding | None:
-    for number, right in enumerate(losses):
-        got = item_of(answer.get("losses"), number)
-        if type(got) is not float or not abs(got - right) <= parts.RTOL * abs(right):
-            return Finding(
-                f"step {number}: the loss of the batch is {right:.6g}, returned was "
-                f"{str(got)[:40]}. train_step returns the tensor that run_pipeline has returned.",
-                rank,
-            )
+def judge_train(case: Case) -> list[Finding]:
+    """The parameters are those of one process that takes the same steps; so are the losses.
+
+    Only the first step that is wrong is told: all that follow come of it.
+    """
+    for number, step in enumerate(_steps(case)):
+        ranks = range(case.world_size)
+        found = [_wrong_parameters(case, rank, number, step) for rank in ranks]
+        if not any(found):
+            found = [_other_loss(case.answers[rank], rank, number, step.loss) for rank in ranks]
+        if findings := [finding for finding in found if finding]:
+            return findings
+    return []
+
+
+def _wrong_parameters(case: Case, rank: int, number: int, step: _Step) -> Finding | None:
+    answer = case.answers[rank]
+    for i, right in enumerate(step.parameters[rank]):
+        name = f"{('weight', 'bias')[i]} of the stage after step {number}"
+        got = answer.get(f"p{number}/{i}")
+        hint = _why(case, rank, number, i, step.gradients[rank][i])
+        if wrong := oracle.differs(rank, name, got, right, hint=hint):
+            if _other_loss(answer, rank, number, step.loss):
+                # It comes before the step, so the step alone cannot be to blame for it.
+                why = "The loss is wrong, too. Do weights change between the micro-batches?"
+                return oracle.differs(rank, name, got, right, hint=why)
+            return wrong
     return None
+
+
+def _why(case: Case, rank: int, number: int, i: int, gradient: np.ndarray) -> str:
+    """Which gradient the optimizer's step had: that of SGD is the change of the parameters."""
+    values, answer = case.inputs[rank], case.answers[rank]
+    start = answer.get(f"p{number - 1}/{i}") if number else values["wb"[i]]
+    got = answer.get(f"p{number}/{i}")
+    if not is_floats(start, gradient.shape) or not is_floats(got, gradient.shape):
+        return ""
+    used = parts.vector(((start.astype(np.float64) - got) / LR).ravel(), gradient.ravel())
+    right = gradient.ravel()
+    if used is None:
+        return ""
+    if not used.any():
+        return "They have not changed."
+    if _is_near(used, right + values[f"before/{'wb'[i]}"].ravel()):
+        return "The gradients that were there before the first call are in it: clear them first."
+    factor = parts.scale_of(used, right)
+    if _is_near(used, factor * right):
+        return (
+            f"The step was made with {factor:.3g} times the gradients of the batch: the optimizer "
+            "takes them as run_pipeline leaves them."
+        )
+    return "A call makes one step of the optimizer, with the gradients of this batch alone."
+
+
+def _is_near(used: np.ndarray, gradient: np.ndarray) -> bool:
+    """Whether `used` is this gradient, as far as that can be read from float32 parameters."""
+    return bool(np.abs(used - gradient).max() <= 1e-3 * np.abs(gradient).max() + 1e-3)
+
+
+def _other_loss(answer: Values, rank: int, number: int, right: float) -> Finding | None:
+    got = item_of(answer.get("losses"), number)
+    if type(got) is float and abs(got - right) <= parts.RTOL * abs(right):
+        return None
+    return Finding(
+        f"step {number}: the loss of the batch is {right:.6g}, returned was "
+        f"{short(got)[:40]}. train_step returns the tensor that run_pipeline has returned.",
+        rank,
+    )

@@ -13,7 +13,7 @@ import numpy as np
 
 from autograder.criteria.bonus_pipeline import parts
 from autograder.criteria.bonus_pipeline.plan import Step, gpipe_of
-from autograder.criteria.common.answers import item_of
+from autograder.criteria.common.answers import item_of, short
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
@@ -109,7 +109,10 @@ def judge_scale(case: Case) -> list[Finding]:
         if abs(factor - 1) > parts.RTOL:
             why = ""
             if abs(factor - m) < parts.RTOL * m:
-                why = f" Each micro-batch counts 1 / {m} of the batch: divide its loss by M."
+                why = (
+                    " Each micro-batch counts with its share n / N of the samples, here 1 / "
+                    f"{m}: multiply its loss by that."
+                )
             elif abs(factor - 1 / m) < parts.RTOL / m:
                 why = " The loss was divided by M twice."
             elif abs(factor * case.world_size - m) < parts.RTOL * m:
@@ -156,8 +159,13 @@ def judge_uneven(case: Case) -> list[Finding]:
     if not grads.any() or off > parts.RTOL * np.abs(grads).max():
         return [
             Finding(
-                f"{what}: the gradients do not have the direction of the batch's. A micro-batch of "
-                "n out of N samples counts n / N, not 1 / M.",
+                f"{what}: the gradients do not have the direction of the batch's. "
+                + (
+                    "A micro-batch of n out of N samples counts n / N: neither all alike, nor by "
+                    "the numbers in their targets."
+                    if grads.any()
+                    else "They are zero."
+                ),
                 last,
             )
         ]
@@ -178,7 +186,7 @@ def judge_uneven(case: Case) -> list[Finding]:
         return [
             Finding(
                 f"{what}: the loss of the batch is {solved[0][0]:.6g}, returned was "
-                f"{str(losses[0])[:20]}. It is right if all have 3 samples: a micro-batch of n "
+                f"{short(losses[0])[:20]}. It is right if all have 3 samples: a micro-batch of n "
                 "out of N samples counts n / N in the loss, too.",
                 last,
             )
@@ -207,14 +215,17 @@ def judge_loss(case: Case) -> list[Finding]:
             if type(got) is float and abs(got - right) <= 1e-5 * abs(right):
                 continue
             why = ""
+            last = item_of(case.answers[-1].get("losses"), number)
             if got == 0 or got == "nothing (None)":
                 why = " Only the last rank knows it: let it tell the others."
+                if not (type(last) is float and abs(last - right) <= 1e-5 * abs(right)):
+                    why = " The last rank has no right loss either."
             elif type(got) is float and abs(got - m * right) < 1e-5 * m * right:
                 why = " That is the sum over micro-batches, not their mean."
             findings.append(
                 Finding(
                     f"{m} micro-batches: the loss of the batch is {right:.6g}, returned was "
-                    f"{str(got)[:40]}.{why}",
+                    f"{short(got)[:40]}.{why}",
                     rank,
                 )
             )
@@ -262,10 +273,11 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
         rest = before - (before @ along) * along
         share = float(grads @ rest / (rest @ rest))
         if abs(share - 1) > parts.RTOL:
+            what = f"of the gradients that were there before the call, {share:.4g} times are left"
+            if abs(share) < 1e-4:
+                what = "the gradients that were there before the call are gone"
             yield Finding(
-                f"of the gradients that were there before the call, {share:.4g} times are there "
-                "after it: expected 1. run_pipeline adds to .grad; whoever calls it decides when "
-                "to clear.",
+                f"{what}. run_pipeline adds to .grad; whoever calls it decides when to clear.",
                 rank,
             )
         elif rank == case.world_size - 1:
@@ -273,7 +285,9 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
             factor = parts.scale_of(added, expected[rank])
             off = np.abs(added - factor * expected[rank]).max()
             # The rounding error comes from `before`, which may be far larger than what was added.
-            if not 1e-6 < factor < 1e6 or off > parts.RTOL * np.abs(grads).max():
+            if not added.any():
+                yield Finding("the call has added nothing to the gradients that were there.", rank)
+            elif not 1e-6 < factor < 1e6 or off > parts.RTOL * np.abs(grads).max():
                 yield Finding(
                     "gradients were there before the call, and what it has added to them does not "
                     "have the direction of the batch's gradients.",

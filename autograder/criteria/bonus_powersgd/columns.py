@@ -149,14 +149,19 @@ def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | Non
     bad = np.minimum(np.abs(lengths - 1), np.abs(lengths)) > 10 * tolerance
     if bad.any():
         column = int(np.argmax(bad))
-        return f"column {column} has length {math.sqrt(lengths[column]):.4g}, expected 1 or 0."
+        length = math.sqrt(lengths[column])
+        if abs(length - 1) < 1e-4:
+            return (
+                f"column {column} has length 1 to {abs(length - 1):.0e} only, and float64 has 16 "
+                "digits: was something computed in float32?"
+            )
+        return f"column {column} has length {length:.4g}, expected 1 or 0."
     product = np.abs(gram - np.diag(lengths))
     if product.max(initial=0.0) > 10 * tolerance:
         i, j = (int(k) for k in np.unravel_index(int(product.argmax()), product.shape))
         return (
             f"columns {min(i, j)} and {max(i, j)} are not orthogonal: their product is "
-            f"{product.max():.3g}. Where nothing but rounding is left of a column, its direction "
-            "means nothing."
+            f"{product.max():.3g}. {_why_not_orthogonal(wanted, max(i, j))}"
         )
     norms = np.linalg.norm(wanted, axis=0)
     lost = np.linalg.norm(wanted - columns @ (columns.T @ wanted), axis=0)
@@ -229,6 +234,20 @@ def _count_calls(packed_mean: Any, tensors: list[torch.Tensor]) -> int:
     return calls
 
 
+def _why_not_orthogonal(wanted: np.ndarray, column: int) -> str:
+    """By what is left of the column when the columns before it are subtracted."""
+    left = abs(np.linalg.qr(wanted)[1][:, column][column]) if column < wanted.shape[0] else 0.0
+    length = float(np.linalg.norm(wanted[:, column]))
+    if left <= 1e-5 * length:
+        return "Where nothing but rounding is left of a column, its direction means nothing."
+    if left <= 1e-2 * length:
+        return (
+            "Little is left of this column, so rounding counts: subtract one projection after the "
+            "other, or all of them twice."
+        )
+    return "Subtract from each column its projection on every finished one."
+
+
 def judge_mean(case: Case) -> Iterator[Finding]:
     """As many tensors as were passed, each the mean over ranks, in its shape; one all-reduce."""
     for rank, answer in enumerate(case.answers):
@@ -247,6 +266,7 @@ def judge_mean(case: Case) -> Iterator[Finding]:
             )
         for letter, (shapes, dtype) in MEANS.items():
             count = len(shapes)
+            call = f"packed_mean of {count} tensor{'s' * (count > 1)} ({dtype})"
             if not _is_count(answer.get(f"{letter} count"), count):
                 yield Finding(f"expected a list of {count} tensors.", rank)
                 continue
@@ -256,9 +276,20 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                 own, mean = everyone[rank], oracle.mean(everyone)
                 got = answer.get(name)
                 hint = oracle.explain_gradient(got, mean, own, case.world_size)
+                hint = hint.replace("gradients", "tensors").replace("gradient", "tensor")
+                later = [
+                    oracle.mean([values[f"{other}{i}"] for values in case.inputs])
+                    for other in MEANS
+                    if other > letter and f"{other}{i}" in case.inputs[rank]
+                ]
+                if any(value.shape == mean.shape and oracle.agrees(got, value) for value in later):
+                    hint = (
+                        "That is the mean of a later call: what was returned was overwritten. "
+                        "Return memory of its own."
+                    )
                 if wrong := oracle.differs(
                     rank,
-                    f"mean of tensor {i}, shape {list(own.shape)}",
+                    f"{call}: mean of tensor {i}, shape {list(own.shape)}",
                     got,
                     mean,
                     dtype=dtype,
@@ -268,7 +299,7 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                     yield wrong
                     break
                 if not np.array_equal(answer.get(f"before/{name}", ()), own):
-                    yield Finding(f"tensor {i} of the arguments was changed.", rank)
+                    yield Finding(f"{call}: tensor {i} of the arguments was changed.", rank)
                     break
 
 

@@ -71,7 +71,7 @@ def judge_telescope(case: Case) -> list[Finding]:
             parts = [finite_floats(answer.get(f"a{s}/{i}"), shape) for s in range(steps)]
             applied = [part for part in parts if part is not None]
             total = np.sum(applied, axis=0) + late if len(applied) == steps else None
-            hint = "Every rank adds its error to its gradient once, before the step."
+            hint = _first_wrong_error(case, i, steps)
             if not any(error.any() for error in left):
                 hint = "All errors are zero: what was not sent is lost."
             if _is_nothing(applied, true):
@@ -95,10 +95,34 @@ def judge_telescope(case: Case) -> list[Finding]:
                 terms=means,
             ):
                 findings.append(wrong)
-                break
         if findings:
             break
     return findings
+
+
+def _first_wrong_error(case: Case, i: int, steps: int) -> str:
+    """Where an error is not what was wanted minus what was applied."""
+    for step in range(steps):
+        for rank, answer in enumerate(case.answers):
+            new, old, applied = (
+                np.asarray(answer.get(key, 0.0), np.float64)
+                for key in (f"e{step}/{i}", f"e{step - 1}/{i}", f"a{step}/{i}")
+            )
+            own = case.inputs[rank][f"g{step}/{i}"].astype(np.float64)
+            if not new.shape == applied.shape == own.shape or old.shape not in ((), own.shape):
+                continue
+            if np.allclose(new, own + old - applied, rtol=1e-3, atol=1e-3 * np.abs(own).max()):
+                continue
+            why = ""
+            if step and np.allclose(new, own - applied, atol=1e-3 * np.abs(own).max()):
+                why = " The old error is missing in it."
+            elif step and np.array_equal(new, old):
+                why = " It stayed as it was."
+            return (
+                f"First in step {step} on rank {rank}: the new error is not gradient + old error - "
+                f"what was applied, which every rank computes in every step.{why}"
+            )
+    return "Every rank adds its error to its gradient once, before the step."
 
 
 def _is_nothing(applied: list[np.ndarray], true: np.ndarray) -> bool:
@@ -130,15 +154,20 @@ def judge_errors(case: Case) -> Iterator[Finding]:
                 yield wrong
                 return
             got = answer.get(f"e0/{i}")
-            hint = "" if compressed else "It is not compressed, so nothing is left of it."
+            hint = "" if compressed else "Of this shape a gradient travels as it is: no error."
             if compressed and isinstance(got, np.ndarray) and got.shape == tuple(shape):
                 mean = oracle.mean([v[f"g0/{i}"] for v in case.inputs])
                 if oracle.agrees(got, mean - applied):
                     hint = "That is the mean's error: each rank keeps its own."
                 elif not got.any():
                     hint = "Nothing was kept. Or was the copy overwritten in place?"
+                elif oracle.agrees(got, case.world_size * (own - applied)):
+                    hint = f"That is {case.world_size} times the error: it needs no factor."
                 else:
-                    hint = "It is what this rank wanted to send minus the mean's approximation."
+                    hint = (
+                        "The error is this rank's gradient minus the gradient that came out of the "
+                        "step, not minus what its own matrix gives."
+                    )
             what = f"error_of({i}), shape {shape}, after the first step"
             expected = np.zeros(shape)
             if compressed:
@@ -171,15 +200,78 @@ def judge_steps(case: Case) -> list[Finding]:
                 expected = (p @ q.T).reshape(shape)
             for rank, answer in enumerate(case.answers):
                 got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][f"g{step}/{i}"]
-                what = f"step {step}, rank {r}: gradient of parameter {i}, shape {shape}"
+                if oracle.agrees(got, expected):
+                    continue
+                what = (
+                    f"step {step}, compressed with rank {r}: gradient of parameter {i}, shape "
+                    f"{shape}"
+                )
                 hint = explain(got, expected, mean, own, case.world_size)
-                if not hint and (step, i) == (1, 0):
-                    hint = f"In step 0 these gradients were of size {TINY}: small, but not zero."
+                if not hint and compressed:
+                    hint = _why_step(case, i, step, compressed[1], got)
                 if wrong := oracle.differs(rank, what, got, expected, dtype="float32", hint=hint):
                     findings.append(wrong)
             if findings:
                 return findings
     return findings
+
+
+# How a step may be computed wrongly, and what a student reads of it.
+_WAYS = {
+    "none": "no error is added: add each rank's error to its gradient before the step",
+    "forgets": "the new error is gradient - applied: the old error is missing in it",
+    "twice": "the error is added twice",
+    "times": "the error is multiplied by the number of ranks: it needs no factor",
+    "stays": "each step starts from the Q of step 0: it starts from the Q of the step before",
+    "raw": "P is not orthonormalised before Q is computed from it",
+    "old": "the gradient is P times the old Q^T: it is P times the new one",
+}
+
+
+_AT_ONCE = ("raw", "old")  # these make the first step wrong, and later ones huge
+
+
+def _why_step(case: Case, i: int, step: int, columns: int, got: Any) -> str:
+    """The way in which a compressed gradient was computed, if it is a known wrong one."""
+    qs = start_of(case, i, columns)
+    if isinstance(qs, Finding) or not isinstance(got, np.ndarray):
+        return ""
+    for how, why in _WAYS.items():
+        if (step == 0) != (how in _AT_ONCE):
+            continue
+        value = _computed(case, i, step, qs, how)
+        if oracle.agrees(got, value.reshape(case.inputs[0]["shapes"][i])):
+            return f"That is what comes out if {why}."
+    if (step, i) == (1, 0):
+        return (
+            "Step 1 starts from the Q that step 0 left, also where step 0's gradients were small "
+            f"({TINY} here), but not zero."
+        )
+    if step:
+        return (
+            "The steps before it were right. Two things go on from step to step: each parameter's "
+            "own Q, and each rank's error."
+        )
+    return ""
+
+
+def _computed(case: Case, i: int, step: int, start: list[np.ndarray], how: str) -> np.ndarray:
+    """The gradient of one step as a matrix, computed in one of `_WAYS`."""
+    n, qs, applied = case.world_size, start, np.zeros(())
+    errors: list[Any] = [0.0] * n
+    for number in range(step + 1):
+        own = matrices_of(case, number, i)
+        totals = [m + e * (how != "none") for m, e in zip(own, errors, strict=True)]
+        sums = [t + e * (how == "twice") for t, e in zip(totals, errors, strict=True)]
+        p, q = power_step(sums, qs)
+        if how == "raw":
+            p = oracle.mean([m @ old for m, old in zip(sums, qs, strict=True)])
+            q = oracle.mean(sums).T @ p
+        applied = p @ (oracle.mean(qs) if how == "old" else q).T
+        kept = own if how == "forgets" else totals
+        errors = [(each - applied) * (n if how == "times" else 1) for each in kept]
+        qs = start if how == "stays" else [q] * n
+    return applied
 
 
 # --- a checkpoint --------------------------------------------------------------------------------
@@ -211,6 +303,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     loaded = feedback(iter(others), inputs["rank"], seed=inputs["seed"] + 1)
     run_step(loaded, others, inputs, 0)  # so there is something that loading has to replace
     file.seek(0)
+    _errors(loaded, inputs, answer, "before")
     load_state(loaded, torch.load(file, weights_only=True))
     _errors(loaded, inputs, answer, "again")
     _go_on(loaded, others, inputs, answer, "again")
@@ -238,8 +331,9 @@ def judge_resume(case: Case) -> list[Finding]:
             error = finite_floats(answer.get(f"on/{i}"), shape)
             if error is not None:
                 what = f"error_of({i}) after load_state, held against the one that was saved"
+                hint = _explain_loaded(case, rank, i, error)
                 if wrong := oracle.differs(
-                    rank, what, answer.get(f"again/{i}"), error, dtype="float64"
+                    rank, what, answer.get(f"again/{i}"), error, dtype="float64", hint=hint
                 ):
                     return [wrong]
     for step in range(BEFORE, BEFORE + AFTER):
@@ -272,9 +366,33 @@ def judge_resume(case: Case) -> list[Finding]:
                     answer.get(f"again{step}/{i}"),
                     on,
                     dtype="float64",
-                    hint="Two things have to come back: every Q, and this rank's errors.",
+                    hint="Two things have to come back: every Q, and this rank's errors."
+                    if step == BEFORE
+                    else "The first step after the checkpoint was right. What else does the "
+                    "reducer use from step to step? Does it draw anything anew?",
                 ):
                     findings.append(wrong)
             if findings:
                 return findings
     return findings
+
+
+def _explain_loaded(case: Case, rank: int, i: int, saved: np.ndarray) -> str:
+    """What the error after load_state is, if it is a known wrong one."""
+    got = case.answers[rank].get(f"again/{i}")
+    errors = [finite_floats(answer.get(f"on/{i}"), saved.shape) for answer in case.answers]
+    known = [error for error in errors if error is not None]
+    before = finite_floats(case.answers[rank].get(f"before/{i}"), saved.shape)
+    for value, why in (
+        (before, "That is what the new reducer had before: nothing was put back."),
+        (
+            None if before is None else before + saved,
+            "That is the saved error plus the one that this reducer had: replace, do not add.",
+        ),
+        (saved, "That is right to float32 only: the saved tensor was float64."),
+        (errors[0] if rank else None, "That is rank 0's error; each rank has its own."),
+        (oracle.mean(known), "That is the mean of all ranks' errors."),
+    ):
+        if value is not None and oracle.agrees(got, value):
+            return why
+    return ""

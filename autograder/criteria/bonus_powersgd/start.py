@@ -204,7 +204,7 @@ def judge_revive(case: Case) -> Iterator[Finding]:
     """Zeros give zeros, and later steps are exact, because the rank of their mean is at most r."""
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         for step in REVIVE_JUDGED:
-            mean = oracle.mean(matrices_of(case, step, i)).reshape(shape)
+            mean, found = oracle.mean(matrices_of(case, step, i)).reshape(shape), False
             for rank, answer in enumerate(case.answers):
                 got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][f"g{step}/{i}"]
                 hint = oracle.explain_gradient(got, mean, own, case.world_size)
@@ -212,12 +212,14 @@ def judge_revive(case: Case) -> Iterator[Finding]:
                 if step:
                     what = (
                         f"gradient of parameter {i}, whose mean has rank {REVIVE_RANKS[step]}, in "
-                        f"step {step} after one of zeros"
+                        f"step {step} (step 0 had zeros{', step 1 had rank 1' * (step > 1)})"
                     )
                     if step > 1 and not hint:
-                        hint = "The step before had rank 1: which columns of Q were zero then?"
+                        hint = "Which columns of Q became zero in step 1? Have they come back?"
                     if isinstance(got, np.ndarray) and not got.any():
                         hint = "Q has become zero, and M·0 is zero. Keep the old Q's column then."
                 if wrong := oracle.differs(rank, what, got, mean, dtype="float32", hint=hint):
+                    found = True
                     yield wrong
-                    return
+            if found:
+                return

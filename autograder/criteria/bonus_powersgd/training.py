@@ -13,7 +13,13 @@ from torch import nn
 
 from autograder.criteria.bonus_powersgd.columns import expected_shape
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import finite_floats, item_of
+from autograder.criteria.common.answers import (
+    finite_floats,
+    is_close,
+    is_floats,
+    item_of,
+    short,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 CASES = 6
@@ -74,10 +80,11 @@ def judge_numbers(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         cases = case.inputs[rank]["cases"]
         expected = [_numbers(each)[1] for each in cases]
-        said = answer.get("sent")
+        said, right = answer.get("sent"), True
         for i, each in enumerate(cases):
             got = item_of(said, i)
-            if got != expected[i]:
+            right = got == expected[i]
+            if not right:
                 yield Finding(
                     f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, got "
                     f"{str(got)[:40]}.",
@@ -85,24 +92,52 @@ def judge_numbers(case: Case) -> Iterator[Finding]:
                 )
                 break
         ratios = np.array([_numbers(each)[0] / _numbers(each)[1] for each in cases])
-        if wrong := differs(
-            rank,
-            "compression_ratio",
-            answer.get("ratio"),
-            ratios,
-            rtol=1e-6,
-            atol=0.0,
-            hint="All numbers of the model over those that are sent.",
+        if right and (
+            wrong := differs(
+                rank,
+                "compression_ratio",
+                answer.get("ratio"),
+                ratios,
+                rtol=1e-6,
+                atol=0.0,
+                hint="All numbers of the model over those that are sent.",
+            )
         ):
             yield wrong
 
 
-def _saved(case: Values) -> float:
+def _saved(
+    case: Values, *, calls: int = 3, item_bytes: int = 4, rounds: int = 2, compress: int = 1
+) -> float:
+    """Seconds saved; other values than these defaults give known wrong answers."""
     whole, sent = _numbers(case)
-    n, steps = case["world_size"], 2 * (case["world_size"] - 1)
-    plain = steps * (case["latency_s"] + 4 * whole / n / case["bandwidth"])
-    thin = steps * (3 * case["latency_s"] + 4 * sent / n / case["bandwidth"])
-    return plain - thin - case["compress_s"]
+    n, steps = case["world_size"], rounds * (case["world_size"] - 1)
+    plain = steps * (case["latency_s"] + item_bytes * whole / n / case["bandwidth"])
+    thin = steps * (calls * case["latency_s"] + item_bytes * sent / n / case["bandwidth"])
+    return plain - thin - compress * case["compress_s"]
+
+
+def _why_seconds(got: Any, case: Values) -> str:
+    """What the number is, if it is a known wrong one."""
+    known = (
+        (_saved(case, calls=1), "That is with one latency for each step: three all-reduces pay 3."),
+        (_saved(case, calls=2), "That is with two all-reduces in a step: there are always three."),
+        (_saved(case, compress=0), "That is without compress_s."),
+        (_saved(case, compress=-1), "compress_s is added there: it is time that is lost."),
+        (_saved(case, item_bytes=1), "That is with 1 byte for each number: float32 has 4."),
+        (
+            _saved(case, rounds=1),
+            "That is with N - 1 steps of a ring; an all-reduce has twice as many.",
+        ),
+        (-_saved(case), "That has the wrong sign: seconds without PowerSGD minus those with it."),
+    )
+    for value, why in known:
+        if is_close(got, value, rtol=1e-5, atol=1e-12):
+            return why
+    return (
+        "One all-reduce has 2 (N - 1) latencies, three have three times as many; compress_s counts "
+        "too."
+    )
 
 
 def observe_seconds(seconds_saved: Any, inputs: Values, context: Context) -> Values:
@@ -115,18 +150,20 @@ def observe_seconds(seconds_saved: Any, inputs: Values, context: Context) -> Val
 def judge_seconds(case: Case) -> Iterator[Finding]:
     """One ring all-reduce of all numbers, minus three of the sent numbers and `compress_s`."""
     for rank, answer in enumerate(case.answers):
-        expected = np.array([_saved(each) for each in case.inputs[rank]["cases"]])
-        if wrong := differs(
-            rank,
-            "seconds_saved",
-            answer.get("saved"),
-            expected,
-            rtol=1e-5,
-            atol=1e-12,
-            hint="One all-reduce has 2 (N - 1) latencies, three have three times as many; "
-            "compress_s counts too.",
-        ):
-            yield wrong
+        saved = answer.get("saved")
+        for number, each in enumerate(case.inputs[rank]["cases"]):
+            got = float(saved[number]) if is_floats(saved, (CASES,)) else None
+            if not is_close(got, _saved(each), rtol=1e-5, atol=1e-12):
+                whole, sent = _numbers(each)
+                names = ("rank", "world_size", "latency_s", "bandwidth", "compress_s")
+                options = ", ".join(f"{name}={each[name]:.4g}" for name in names)
+                yield Finding(
+                    f"seconds_saved of a model of {whole} numbers, of which {sent} are sent, "
+                    f"{options}: expected {_saved(each):.6g} s, got {short(got)} s. "
+                    f"{_why_seconds(got, each)}",
+                    rank,
+                )
+                break
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -185,6 +222,18 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     return answer | {"reduced": counter.calls, "counted": len(again)}
 
 
+def _explain_losses(case: Case, rank: int, got: Any) -> str:
+    values = case.inputs[rank]
+    alone = [[(values[f"x/{s}"], values[f"y/{s}"])] for s in range(STEPS)]
+    _, losses = oracle.train(case.inputs[0], alone, LR)
+    if case.world_size > 1 and oracle.agrees(got, np.array([step[0] for step in losses])):
+        return (
+            "These are the losses of updates with this rank's own gradients: reduce_gradients() "
+            "belongs between backward and the update."
+        )
+    return "One per batch, before the update, with fresh gradients for each."
+
+
 def judge_train(case: Case) -> Iterator[Finding]:
     """Losses and parameters, as one process computes them; no batch is left out."""
     batches = [[(v[f"x/{s}"], v[f"y/{s}"]) for v in case.inputs] for s in range(STEPS)]
@@ -196,7 +245,7 @@ def judge_train(case: Case) -> Iterator[Finding]:
             "losses of this rank's batches",
             answer.get("losses"),
             own,
-            hint="One per batch, before the update, with fresh gradients for each.",
+            hint=_explain_losses(case, rank, answer.get("losses")),
         ):
             yield wrong
             continue
@@ -206,9 +255,9 @@ def judge_train(case: Case) -> Iterator[Finding]:
         reduced, counted = answer.get("reduced"), answer.get("counted")
         if (reduced, counted) != (2, 2):
             yield Finding(
-                "two batches, the first with an infinite loss: reduce_gradients() was called "
-                f"{str(reduced)[:40]} times, and {str(counted)[:40]} losses came back; expected 2 "
-                "and 2. A rank that leaves out a step lets the others wait for it.",
+                "two batches, the first with an infinite loss: calls of reduce_gradients(): "
+                f"{str(reduced)[:40]}, losses: {str(counted)[:40]}; expected 2 and 2. "
+                "A rank that leaves out a step lets the others wait for it.",
                 rank,
             )
             continue

@@ -79,6 +79,14 @@ def _where(case: list[float]) -> str:
     )
 
 
+def _first(got: Any, expected: np.ndarray, cases: list[list[float]]) -> str:
+    """The first case whose number is wrong, in words."""
+    if not isinstance(got, np.ndarray) or got.shape != expected.shape or got.dtype.kind not in "fi":
+        return ""
+    wrong = np.flatnonzero(~np.isclose(got, expected, rtol=1e-6, atol=0.0))
+    return f", {_where(cases[wrong[0]])} and other cases" if wrong.size else ""
+
+
 def observe_seconds(functions: Any, inputs: Values, context: Context) -> Values:
     """The ring's and the tree's seconds for every case."""
     ring, tree = functions
@@ -100,7 +108,7 @@ def judge_seconds(case: Case) -> Iterator[Finding]:
             expected = np.array([formula(*values) for values in cases])
             if wrong := differs(
                 rank,
-                f"{name}_seconds of {CASES} cases",
+                f"{name}_seconds{_first(answer.get(name), expected, cases)}",
                 answer.get(name),
                 expected,
                 rtol=1e-6,
@@ -153,7 +161,7 @@ def judge_bus(case: Case) -> Iterator[Finding]:
         )
         if wrong := differs(
             rank,
-            "bus_bandwidth, bytes per second",
+            f"bus_bandwidth{_first(answer.get('found'), expected, inputs['cases'])}",
             answer.get("found"),
             expected,
             rtol=1e-6,

@@ -52,7 +52,7 @@ LAB = Lab(
         "minidist.collectives.ring": "the ring",
         "minidist.collectives.algorithms": "steps of the ring",
         "minidist.collectives.schedule": "chunks",
-        "minidist.collectives.executor": "the exchange",
+        "minidist.collectives.transport": "the exchange",
         "minidist.collectives.ddp_hooks": "the hook",
     },
     criteria=(

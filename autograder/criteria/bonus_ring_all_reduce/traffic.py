@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import carried, oracle
-from autograder.criteria.common.answers import as_number
+from autograder.criteria.common.answers import as_number, is_floats
 from autograder.criteria.common.emulated import even_cluster
 from autograder.criteria.common.tensor_memory import TensorMemory
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
 from minidist.emulate import Link, simulate
 from minidist.emulate.trace import Event
 
@@ -163,14 +163,14 @@ def judge_bytes(case: Case) -> list[Finding]:
             elif sent < most + SLACK_BYTES:
                 reason = "No chunk is longer than an N-th, rounded up."
             elif sent >= 0.98 * (n - 1) * num_bytes:
-                reason = f"That is the whole tensors, {sent / num_bytes:.1f} times."
+                reason = f"That is {sent / num_bytes:.1f} times the whole tensors."
             elif abs(sent - most * (1 + 2 * halves / num_bytes)) < SLACK_BYTES:
-                reason = "So it is if the numbers of 16 bits travel in 32."
+                reason = "It would be that many if the 16-bit numbers travelled as 32 bits."
             findings.append(
                 Finding(
                     f"a tensor of {count} float32 and one of {halves} float16 on {n} ranks: this "
                     f"rank sent {sent} bytes, {most} are enough: 2 (N - 1) / N of the "
-                    f"{num_bytes}, rounded up to whole chunks. {reason}",
+                    f"{num_bytes} bytes, rounded up to whole chunks. {reason}",
                     rank,
                 )
             )
@@ -185,13 +185,15 @@ def judge_neighbours(case: Case) -> list[Finding]:
             return [Finding("it calls a barrier: only sends and receives are allowed here.", rank)]
     n = case.world_size
     for rank in range(n) if not findings and n > 1 else ():
-        others = {m.ranks[1] for m in _messages(case, rank)} - {(rank + 1) % n}
-        if others:
+        reached = sorted({m.ranks[1] for m in _messages(case, rank)})
+        if set(reached) - {(rank + 1) % n}:
+            why = "In a ring every rank sends to the next one."
+            if len(reached) > 1:
+                why = "In a ring each link carries one stream; these share one link among them."
             findings.append(
                 Finding(
-                    f"this rank sent to {sorted(others)}, expected {(rank + 1) % n} only. In a "
-                    "ring each link carries one stream; whoever sends to all shares one link among "
-                    "them.",
+                    f"this rank sent to {named_ranks(reached)}, expected rank {(rank + 1) % n} "
+                    f"only. {why}",
                     rank,
                 )
             )
@@ -207,23 +209,26 @@ def judge_messages(case: Case) -> list[Finding]:
     n = case.world_size
     chunk = math.ceil(len(case.inputs[0]["x"]) / n)
     for rank in range(n) if not findings and n > 1 else ():
+        total = len(case.inputs[0]["x"])
+        largest = max((m.numel for m in _messages(case, rank)), default=0)
+        if largest > chunk:
+            why = "A rank that waits for a whole tensor before it sends leaves its link idle."
+            if n > 2 and largest == (total - 1) // (n - 1):
+                why = f"(This tensor has {n - 1} rows: cut the flat tensor, not its rows.)"
+            findings.append(
+                Finding(
+                    f"a message carried {largest} of {total} numbers, expected at most {chunk}, a "
+                    f"chunk where there are {n} of them. {why}",
+                    rank,
+                )
+            )
+            continue
         few = [m.numel for m in _messages(case, rank) if m.dtype == "float64"]
         if max(few, default=0) > 1:
             findings.append(
                 Finding(
                     f"a message carried {max(few)} of {n - 1} numbers, expected one at most: that "
                     f"is what a chunk has where {n} ranks share {n - 1} numbers.",
-                    rank,
-                )
-            )
-            continue
-        largest = max((m.numel for m in _messages(case, rank)), default=0)
-        if largest > chunk:
-            findings.append(
-                Finding(
-                    f"a message carried {largest} of {len(case.inputs[0]['x'])} numbers, expected "
-                    f"at most {chunk}: one chunk of {n}. A rank that waits for a whole tensor "
-                    "before it sends leaves its link idle.",
                     rank,
                 )
             )
@@ -290,6 +295,16 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     return {f"g{i}": oracle.grad_of(p) for i, p in enumerate(model.parameters())}
 
 
+def _few_digits(got: Any) -> str:
+    if is_floats(got) and got.any() and np.isfinite(got).all():
+        values = torch.from_numpy(got.astype(np.float64))
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal(values.to(dtype).double(), values):
+                name = str(dtype).removeprefix("torch.")
+                return f"They have the digits of {name} only: reduce the bucket in its own dtype."
+    return ""
+
+
 def judge_hook(case: Case) -> Iterator[Finding]:
     """Requires the mean gradients over ranks, computed by the ring."""
     local = [oracle.gradients(i, i["x"], i["y"]) for i in case.inputs]
@@ -298,7 +313,7 @@ def judge_hook(case: Case) -> Iterator[Finding]:
         for i, own in enumerate(local[rank]):
             mean = oracle.mean([grads[i] for grads in local])
             got = answer.get(f"g{i}")
-            hint = oracle.explain_gradient(got, mean, own, case.world_size)
+            hint = oracle.explain_gradient(got, mean, own, case.world_size) or _few_digits(got)
             if wrong := oracle.differs(rank, f"gradient {i}", got, mean, hint=hint):
                 yield wrong
                 break
@@ -314,7 +329,7 @@ def judge_hook(case: Case) -> Iterator[Finding]:
             sent = sum(m.numel for m in _messages(case, rank))
             if case.world_size > 1 and (reduced or sent < STEPS * count):
                 yield Finding(
-                    "the gradients did not go through sends and receives: the hook calls your "
-                    "ring_all_reduce on bucket.buffer().",
+                    "the gradients did not go through sends and receives: the hook has to call "
+                    "your ring_all_reduce on bucket.buffer().",
                     rank,
                 )

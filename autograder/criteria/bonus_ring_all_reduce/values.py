@@ -59,6 +59,7 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
     incoming = torch.full_like(outgoing, -1)
     with alone(context), in_world_of(exchange, 1, rank=0):
         exchange(outgoing, incoming)
+    answer["same memory"] = incoming.data_ptr() == outgoing.data_ptr()
     outgoing.zero_()  # a copy stays as it is
     answer["alone"] = incoming.cpu().numpy()
     return answer
@@ -72,6 +73,10 @@ def judge_exchange(case: Case) -> Iterator[Finding]:
             expected = case.inputs[before][name]
             what = f"incoming, {expected.size} numbers"
             hint = f"It should be what rank {before} sends, complete when exchange returns."
+            after, got = (rank + 1) % case.world_size, answer.get(name)
+            theirs = isinstance(got, np.ndarray) and np.array_equal(got, case.inputs[after][name])
+            if after != before and theirs:
+                hint = f"That is what rank {after} sends: send to rank + 1, receive from rank - 1."
             if wrong := differs(
                 rank, what, answer.get(name), expected, rtol=0.0, atol=0.0, hint=hint
             ) or differs(
@@ -92,7 +97,9 @@ def judge_exchange(case: Case) -> Iterator[Finding]:
                 case.inputs[rank]["1"],
                 rtol=0.0,
                 atol=0.0,
-                hint="There is nobody to talk to, so it gets a copy of outgoing.",
+                hint="incoming has outgoing's memory, and changed with it afterwards: copy."
+                if told(answer, "same memory") is True
+                else "There is nobody to talk to, so it gets a copy of outgoing.",
             ):
                 yield wrong
 
@@ -196,6 +203,8 @@ def _judge(case: Case, *, in_place: bool) -> Iterator[Finding]:
             if in_place and not wrong and answer.get(f"is/{number}") is not True:
                 shape = case.inputs[0]["cases"][number][0]
                 text = f"the sum is in the tensor of shape {shape}, but the tensor is not returned."
+                if elsewhere is not None and told(answer, f"shape/{number}") != list(shape):
+                    text += f" What is returned has the shape {told(answer, f'shape/{number}')}."
                 wrong = Finding(text, rank)
             if wrong and not in_place and elsewhere is not None:
                 wrong = _problem(case, rank, number, elsewhere)
@@ -236,6 +245,19 @@ def _problem(case: Case, rank: int, number: int, got: Any) -> Finding | None:
     )
 
 
+def _is_divided_each_time(got: np.ndarray, everyone: np.ndarray) -> bool:
+    """Whether each value is a sum round the ring, from some rank on, divided after each step."""
+    n = len(everyone)
+    found = np.zeros(got.shape, bool)
+    for start in range(n):
+        for direction in (1, -1):
+            value = everyone[start]
+            for step in range(1, n):
+                value = (value + everyone[(start + direction * step) % n]) / n
+            found |= np.isclose(got, value, rtol=1e-3)
+    return bool(found.all())
+
+
 def _why(got: Any, expected: np.ndarray, everyone: np.ndarray, rank: int, op: str) -> str:
     if not isinstance(got, np.ndarray) or got.shape != expected.shape or not expected.size:
         return ""
@@ -243,8 +265,23 @@ def _why(got: Any, expected: np.ndarray, everyone: np.ndarray, rank: int, op: st
         return ""
     if np.allclose(got, everyone[rank]):
         return "The tensor is as it was: the result has to be written into it."
-    if op == "mean" and np.allclose(got, everyone.sum(axis=0), rtol=1e-3):
+    total, n = everyone.sum(axis=0), len(everyone)
+    if op != "sum" and np.allclose(got, total, rtol=1e-3):
         return "That is the sum."
+    if op == "mean" and n > 2 and np.allclose(got * (n - 1), total, rtol=1e-3):
+        return (
+            f"That is the sum divided by {n - 1}: is a number written into the code, or "
+            "LOCAL_WORLD_SIZE taken for WORLD_SIZE?"
+        )
+    if op == "mean" and n > 1 and _is_divided_each_time(got, everyone):
+        return f"It was divided by {n} in every step: divide once, at the end."
+    if op != "max" and n > 1:
+        twice = np.isclose(got * (n if op == "mean" else 1), total + everyone[rank], rtol=1e-3)
+        if twice.sum() >= max(1, got.size // n):
+            return (
+                "Part of it has this rank's own numbers twice: in the second half what comes "
+                "replaces what is there."
+            )
     wrong = np.flatnonzero(~np.isclose(got.ravel(), expected.ravel(), rtol=1e-3))
     if got.size > 2 * len(everyone) and wrong.size and wrong[0] >= got.size - len(everyone):
         return "Only the end is wrong: is the last, odd part in a chunk?"

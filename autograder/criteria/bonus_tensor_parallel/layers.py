@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,19 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     part_of,
     solve,
     tensor,
+    whole_block,
     wrong_answer,
     wrong_part,
 )
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 MLP, ATTENTION, NORMS = ("up", "down"), ("qkv", "out"), ("norm1", "norm2")
 WEIGHTS = ("out.w", "qkv.w", "qkv.b", "down.w", "up.w", "up.b")  # each rank's own parts
 NORM_GRADIENTS = ("norm1.w", "norm1.b", "norm2.w", "norm2.b")
 REPLICATED = ("out.b", "down.b", *NORM_GRADIENTS)
+OTHER_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)  # which a norm may have instead
 FEWER = 3  # tokens of a shorter sequence
 
 
@@ -113,11 +117,17 @@ def observe_block(build: Any, inputs: Values, context: Context) -> Values:
     return _run(block, names, inputs, context) | {"shared": ", ".join(shared)}
 
 
-def _judge(case: Case, what: str, names: tuple[str, ...]) -> Iterator[Finding]:
+Why = Callable[[Values, Any, np.ndarray], str]  # (inputs, got, expected) -> likely reason
+
+
+def _judge(
+    case: Case, what: str, names: tuple[str, ...], why: Why = lambda *_: ""
+) -> Iterator[Finding]:
     right = solve(case.inputs[0], what)
     parts = [f"{name}.{kind}" for name in names for kind in "wb"]
-    for rank in range(case.world_size):
-        if wrong := wrong_answer(case, "y", rank, "output", right["y"]) or wrong_part(
+    for rank, answer in enumerate(case.answers):
+        hint = why(case.inputs[0], answer.get("y"), right["y"])
+        if wrong := wrong_answer(case, "y", rank, "output", right["y"], hint) or wrong_part(
             case, rank, right, parts
         ):
             yield wrong
@@ -133,14 +143,51 @@ def judge_attention(case: Case) -> Iterator[Finding]:
 
     As attention is causal, the first tokens alone give what they give with the others.
     """
-    yield from _judge(case, "attend", ATTENTION)
+    yield from _judge(case, "attend", ATTENTION, _why_attention)
     right = solve(case.inputs[0], "attend")["y"][:, :FEWER]
     for rank in range(case.world_size):
         for key in ("before", "after"):
-            what = f"output of the first {FEWER} tokens, {key} a sequence of all"
+            what = f"output of the first {FEWER} tokens alone, {key} a call with all of them"
             if wrong := wrong_answer(case, key, rank, what, right):
                 yield wrong
                 break
+
+
+def _why_attention(values: Values, got: Any, expected: np.ndarray) -> str:
+    """Which tokens are wrong, and what another mask would give."""
+    if not is_floats(got, expected.shape) or oracle.agrees(got, expected, "float64"):
+        return ""
+    full, x = whole_block(values), torch.from_numpy(values["x"])
+    num_tokens = x.shape[1]
+    for first_hidden, who in (
+        (num_tokens, "each token sees all that come later"),
+        (2, "each token sees the one after it, too"),
+        (0, "no token sees itself"),
+    ):
+        full.first_hidden = first_hidden
+        with torch.no_grad():
+            other = numbers(full.attend(x))
+        # Without itself, token 0 sees nothing, of which everybody makes something else.
+        if oracle.agrees(got[:, 1:], other[:, 1:], "float64"):
+            return f"That fits another mask, in which {who}: a token sees itself and those before."
+    is_right = np.isclose(got, expected, rtol=1e-8).all(axis=(0, 2))
+    first = int(np.argmin(is_right))
+    if is_right.all():
+        return ""
+    why = "Token 0 is wrong already, which sees itself only: its weight is 1, whatever its score."
+    if first > 0:
+        why = f"Token {first} is the first that is wrong: are its scores, and its mask, right?"
+    return why
+
+
+def _why_block(values: Values, got: Any, expected: np.ndarray) -> str:
+    """Which eps would give the output that came."""
+    if not is_floats(got, expected.shape) or oracle.agrees(got, expected, "float64"):
+        return ""
+    for eps in OTHER_EPS:
+        if oracle.agrees(got, solve(values | {"eps": eps})["y"], "float64"):
+            return f"That fits norms with eps {eps:g}; those of `full` have {values['eps']:g}."
+    return ""
 
 
 def judge_block(case: Case) -> Iterator[Finding]:
@@ -150,15 +197,16 @@ def judge_block(case: Case) -> Iterator[Finding]:
     ranks; the gradients of the split weights are each rank's parts.
     """
     right = solve(case.inputs[0])
-    for rank in range(case.world_size):
+    for rank, answer in enumerate(case.answers):
+        hint = _why_block(case.inputs[0], answer.get("y"), right["y"])
         if wrong := (
-            wrong_answer(case, "y", rank, "output", right["y"])
+            wrong_answer(case, "y", rank, "output", right["y"], hint)
             or wrong_part(case, rank, right, WEIGHTS)
             or wrong_part(case, rank, right, NORM_GRADIENTS)
             or wrong_answer(case, "x", rank, "gradient of the input", right["x"])
         ):
             yield wrong
-        elif shared := case.answers[rank].get("shared"):
+        elif shared := answer.get("shared"):
             yield Finding(f"Training the block changes `full`, too: {str(shared)[:200]}.", rank)
 
 
@@ -197,8 +245,8 @@ def judge_heads(case: Case) -> Iterator[Finding]:
                 hint = "Its rows are queries, then keys, then values, each of this rank's heads."
                 if np.array_equal(got, np.split(values[name], n)[rank]):
                     hint = (
-                        f"Rows {rank}/{n} of everything are not {rank}/{n} of the queries, of the "
-                        "keys and of the values."
+                        f"That is part {rank + 1} of {n} of all rows; wanted is part {rank + 1} of "
+                        f"{n} of the queries, of the keys and of the values."
                     )
             what = f"attention.{name[:3]}.{'weight' if name[-1] == 'w' else 'bias'}"
             if wrong := wrong_answer(case, name, rank, what, right, hint):

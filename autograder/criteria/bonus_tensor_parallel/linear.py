@@ -85,6 +85,19 @@ def list_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def _explain_slice(case: Case, name: str, rank: int) -> str:
+    got, n = case.answers[rank].get(name), case.world_size
+    if isinstance(got, np.ndarray) and got.size and not got.any():
+        return "The check set `full` to zero when the layer was built: the part has to be a copy."
+    first = part_of(name, case.inputs[rank][name], 0, n)
+    if rank == n - 1 > 0 and isinstance(got, np.ndarray) and np.array_equal(got, first):
+        return (
+            "That is rank 0's part. This rank is alone on a second node here: is LOCAL_RANK taken "
+            "for RANK?"
+        )
+    return ""
+
+
 def judge_slices(case: Case) -> list[Finding]:
     """Requires the rank's slice of weight and bias only, and a ValueError for uneven splits."""
     findings: list[Finding] = []
@@ -95,7 +108,7 @@ def judge_slices(case: Case) -> list[Finding]:
             parts = [part_of(name, case.inputs[rank][name], rank, n) for name in names]
             whats = [f"{kind.title()}ParallelLinear(full).{w}" for w in ("weight", "bias")]
             wrongs = (
-                wrong_answer(case, name, rank, what, part)
+                wrong_answer(case, name, rank, what, part, _explain_slice(case, name, rank))
                 for name, what, part in zip(names, whats, parts, strict=True)
             )
             if wrong := next(filter(None, wrongs), None):
@@ -209,7 +222,8 @@ def _judge(case: Case, kind: str, *, whole: bool) -> Iterator[Finding]:
             y = _cut(y, rank, n)
         if not whole and kind == "row":
             x = _cut(x, rank, n)
-        hint = _explain_bias(case.answers[rank].get("y"), y, bias, n) if kind == "row" else ""
+        added = bias if whole or kind == "row" else _cut(bias, rank, n)
+        hint = _explain_bias(case.answers[rank].get("y"), y, added, n)
         names = [f"{kind}.w", f"{kind}.b"]
         if whole and kind == "row":
             names.pop()  # judge_row checks the bias

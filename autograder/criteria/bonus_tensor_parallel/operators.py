@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.bonus_tensor_parallel.model import numbers, tensor, wrong_answer
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
 
 OTHER_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -81,7 +81,13 @@ def _judge(case: Case, *, sum_forward: bool) -> Iterator[Finding]:
             if wrong := wrong_answer(case, f"y{i}", rank, f"forward ({kinds[0]})", right["x"]):
                 yield wrong
                 break
-            if wrong := wrong_answer(case, f"d{i}", rank, f"backward ({kinds[1]})", right["g"]):
+            none = [r for r, v in enumerate(case.inputs) if not v[f"g{i}"].any()]
+            hint = ""
+            if none and not sum_forward:
+                hint = f"The gradient of {named_ranks(none)} is zero here, and takes part as well."
+            if wrong := wrong_answer(
+                case, f"d{i}", rank, f"backward ({kinds[1]})", right["g"], hint
+            ):
                 yield wrong
                 break
             if answer.get(f"dtype{i}") != f"torch.{dtype}":

@@ -120,7 +120,8 @@ def judge_inside(case: Case) -> Iterator[Finding]:
         elif not np.array_equal(masks["first"][rank], masks["again"][rank]):
             yield Finding(
                 "a second stream with the same seed gives a different mask: no run can be "
-                "repeated. It depends on the seed and the rank, not on torch's generator.",
+                "repeated. It depends on the seed and the rank alone: not on torch's generator, "
+                "nor on hash() of a text, which is another one in each process.",
                 rank,
             )
         elif _same(masks["first"][rank], masks["other"][rank]):

@@ -99,8 +99,12 @@ def _all_passes(case: Case) -> list[dict[str, list[Event]]] | list[Finding]:
 
 
 def _words(events: list[Event]) -> str:
-    words = [f"{e.collective} of {e.nbytes} bytes" for e in events]
-    return ", ".join(words[:8] + ["..."] * (len(words) > 8)) or "nothing"
+    """Per kind of collective, how many there were, and their bytes together."""
+    sizes: dict[str, list[int]] = {}
+    for event in events:
+        sizes.setdefault(event.collective, []).append(event.nbytes)
+    words = [f"{len(each)} {kind} ({sum(each)} bytes)" for kind, each in sizes.items()]
+    return ", ".join(words) or "nothing"
 
 
 def shared(case: Case, events: list[Event]) -> dict[str, Collective]:
@@ -145,8 +149,8 @@ def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> Iterator[Fi
             large = [e for e in events if e.nbytes > SLACK_BYTES]
             if len(large) > 1 or cost(events) > 1.02 * whole + SLACK_BYTES:
                 yield Finding(
-                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
-                    f"all_reduce of {whole} bytes. {hints[direction]}",
+                    f"{direction} pass: sent {_words(events)}, expected one all_reduce of {whole} "
+                    f"bytes. {hints[direction]}",
                     rank,
                 )
                 break
@@ -154,9 +158,9 @@ def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> Iterator[Fi
             share = shares[rank][direction][0]
             if case.world_size > 1 and not _holds(_sent_numbers(case, rank, events), share):
                 yield Finding(
-                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
-                    f"all_reduce of {whole} bytes, over all ranks, in which this rank's summand is "
-                    f"what its own part of the weights gives. {SUMS[direction]}",
+                    f"{direction} pass: sent {_words(events)}, expected one all_reduce of {whole} "
+                    "bytes over all ranks. What this rank's own part of the weights gives was not "
+                    f"in it. {SUMS[direction]}",
                     rank,
                 )
                 break
@@ -199,6 +203,7 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
     right = solve(case.inputs[0])
     shares: list[dict[str, list[np.ndarray]]] = []
     passes = _all_passes(case)
+    expected = f"expected 2 all_gather and 2 reduce_scatter ({2 * whole} bytes each kind)"
     total: dict[str, float] = {direction: 0.0 for direction in DIRECTIONS}
     for sent in passes:
         for direction, events in {} if isinstance(sent, Finding) else sent.items():
@@ -217,13 +222,10 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
             # Gradients of norms may travel here, too; they are far smaller than activations.
             sums = [e for e in events if e.collective == "all_reduce" and e.nbytes >= whole // 2]
             if sums or cost(events) > 1.1 * most * whole + SLACK_BYTES:
-                yield Finding(
-                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
-                    f"reduce_scatters of {whole} bytes, and no all_reduce of activations. An "
-                    "all-reduce and a slice afterwards give the same numbers at twice the "
-                    "price.",
-                    rank,
-                )
+                why = "These are more bytes than that."
+                if sums:
+                    why = "An all-reduce and a slice give the same numbers at twice the price."
+                yield Finding(f"{direction} pass: sent {_words(events)}, {expected}. {why}", rank)
                 break
             # With any algorithm, each of the four collectives sends at least (n - 1) / n of `whole`
             # per rank. A rank must send its summand of at least one other rank's tokens
@@ -238,9 +240,8 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
                 )
             ):
                 yield Finding(
-                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
-                    f"reduce_scatters of {whole} bytes, over all ranks, in which this rank's "
-                    "summand is what its own part of the weights gives.",
+                    f"{direction} pass: sent {_words(events)}, {expected}, over all ranks. What "
+                    "this rank's own part of the weights gives was not in it.",
                     rank,
                 )
                 break

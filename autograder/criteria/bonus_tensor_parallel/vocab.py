@@ -13,6 +13,7 @@ from torch import nn
 from autograder.criteria.bonus_tensor_parallel.model import fill, numbers, tensor, wrong_answer
 from autograder.criteria.bonus_tensor_parallel.traffic import SLACK_BYTES, cost, passes_of, shared
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 WIDTH, PER_RANK = 5, 6
@@ -69,6 +70,15 @@ def judge_embedding(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         held, grad = (np.split(each, n)[rank] for each in (values["other"], gradient))
         hint = "A rank that does not own a token gives zeros for it, not row 0 or its last row."
+        y, right = answer.get("y"), values["table"][values["tokens"]]
+        if isinstance(y, np.ndarray) and y.shape == right.shape:
+            missing = ~np.isclose(y, right, rtol=1e-3).all(axis=-1)
+            if missing.any() and not y[missing].any():
+                token = int(values["tokens"][missing][0])
+                hint = (
+                    f"No rank gives a row for token {token}, which is a row of rank "
+                    f"{token // PER_RANK}: is it taken for somebody else's there?"
+                )
         if wrong := (
             wrong_answer(case, "held", rank, "VocabParallelEmbedding(full).weight", held)
             or wrong_answer(case, "y", rank, "output", values["table"][values["tokens"]], hint)
@@ -122,8 +132,9 @@ def observe_gradient(cross_entropy: Any, inputs: Values, context: Context) -> Va
     """The logits' gradient of the loss times a factor."""
     logits = tensor(inputs["logits"], context, grad=True)
     targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
-    (cross_entropy(logits, targets) * inputs["factor"]).backward()
-    return {"grad": numbers(logits.grad)}
+    loss = cross_entropy(logits, targets)
+    (loss * inputs["factor"]).backward()
+    return {"loss": numbers(loss), "grad": numbers(logits.grad)}
 
 
 def observe_stable(cross_entropy: Any, inputs: Values, context: Context) -> Values:
@@ -168,8 +179,11 @@ def judge_loss(case: Case) -> Iterator[Finding]:
 
 
 def judge_gradient(case: Case) -> Iterator[Finding]:
-    """Requires, for own columns, (softmax - one-hot) / tokens times the incoming gradient."""
-    _, whole = _solve(case)
+    """Requires, for own columns, (softmax - one-hot) / tokens times the incoming gradient.
+
+    If the loss itself is wrong, too, that is what is told: its gradient comes of it.
+    """
+    loss, whole = _solve(case)
     n, factor = case.world_size, case.inputs[0]["factor"]
     for rank, answer in enumerate(case.answers):
         right = np.split(whole, n, axis=-1)[rank]
@@ -177,7 +191,7 @@ def judge_gradient(case: Case) -> Iterator[Finding]:
         if isinstance(got, np.ndarray) and oracle.agrees(got, right / factor, "float64"):
             hint = "That is the gradient of the loss itself: multiply by the gradient that came in."
         if wrong := wrong_answer(case, "grad", rank, "gradient of the logits", right, hint):
-            yield wrong
+            yield wrong_answer(case, "loss", rank, "loss, before its gradient", loss) or wrong
 
 
 def judge_stable(case: Case) -> Iterator[Finding]:
@@ -188,14 +202,10 @@ def judge_stable(case: Case) -> Iterator[Finding]:
             ("low", "low", f"logits near {-LARGE:g}"),
         ):
             loss, _ = _solve(case, key)
-            if wrong := wrong_answer(
-                case,
-                name,
-                rank,
-                f"loss, {words}",
-                loss,
-                "Subtract the largest logit of all ranks before you take exponentials.",
-            ):
+            got, hint = case.answers[rank].get(name), ""
+            if is_floats(got) and not np.isfinite(got).all():
+                hint = "Subtract the largest logit of all ranks before you take exponentials."
+            if wrong := wrong_answer(case, name, rank, f"loss, {words}", loss, hint):
                 yield wrong
                 break
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import item_of
+from autograder.criteria.common.answers import item_of, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- flat vectors --------------------------------------------------------------------------------
@@ -130,7 +130,11 @@ def observe_unflatten(unflatten: Any, inputs: Values, context: Context) -> Value
         places = [p.data_ptr() for p in parameters]
         flat = torch.from_numpy(inputs[f"f{number}"].copy()).to(context.device)
         unflatten(flat, parameters)
+        copied = [parameter.detach().clone() for parameter in parameters]
         flat.fill_(7.0)
+        answer[f"points{number}"] = [
+            i for i, p in enumerate(parameters) if not torch.equal(p.detach(), copied[i])
+        ]
         answer[f"leaf{number}"] = all(p.is_leaf and p.requires_grad for p in parameters)
         answer[f"stayed{number}"] = [p.data_ptr() for p in parameters] == places
         for i, parameter in enumerate(parameters):
@@ -149,6 +153,12 @@ def judge_unflatten(case: Case) -> Iterator[Finding]:
                 got = answer.get(f"t{number}/{i}")
                 if not isinstance(got, np.ndarray) or not np.array_equal(got, expected):
                     problem = f"tensor {i} does not have its numbers of the vector."
+                    points = told(answer, f"points{number}")
+                    if isinstance(points, list) and i in points:
+                        problem = (
+                            f"tensor {i} changed when the vector was overwritten afterwards: copy "
+                            "the numbers, do not point into the vector."
+                        )
                     break
                 at += size
             if not problem and answer.get(f"leaf{number}") is not True:
@@ -254,10 +264,42 @@ def judge_groups(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     f"groups {each['groups']} of parameters by number, of which "
                     f"{inputs['frozen']} are frozen: expected {expected}, got "
-                    f"{str(got)[:300]}.",
+                    f"{str(got)[:300]}.{_slip(got, expected, inputs['frozen'])}",
                     rank,
                 )
                 break
         else:
             if answer.get("unchanged") is not True:
                 yield Finding("a dict that came in was changed.", rank)
+
+
+def _slip(got: Any, expected: list[Any], frozen: list[int]) -> str:
+    """The first thing that is wrong with the groups, in a sentence, or an empty string.
+
+    Args:
+        got: as `_describe` tells it, or anything else.
+    """
+    pairs = got if isinstance(got, list) else []
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        return ""
+    if not all(isinstance(numbers, list) for numbers, _ in pairs):
+        return ""
+    found = [i for numbers, _ in pairs for i in numbers]
+    wanted = [i for numbers, _ in expected for i in numbers]
+    if -1 in found:
+        return " A -1 is a parameter that was not given: return the parameters, not copies of them."
+    for i in found:
+        if i in frozen:
+            return f" Parameter {i} is frozen, and has to be left out."
+        if found.count(i) > 1:
+            return f" Parameter {i} is there {found.count(i)} times, expected once."
+    if missing := [i for i in wanted if i not in found]:
+        return f" Parameter {missing[0]} is missing."
+    if any(not numbers for numbers, _ in pairs):
+        return " A group without parameters has to be left out."
+    for place, (pair, right) in enumerate(zip(pairs, expected, strict=False)):
+        if pair[0] != right[0]:
+            return f" Group {place} has the parameters {pair[0]}, expected {right[0]}."
+        if pair[1] != right[1]:
+            return f" Group {place} has the options {pair[1]}, expected {right[1]}."
+    return ""

@@ -10,7 +10,7 @@ factor costs only one criterion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Draw, Finding, Values
 
+ROUNDED = 4e-3  # relative; numbers that are no further apart were rounded on their way
 Groups = Sequence[tuple[Sequence[Sequence[int]], Values]]  # (shapes, options) of each group
 
 
@@ -129,8 +130,30 @@ def mean_gradient(case: Case, step: int, micro: int, i: int) -> np.ndarray:
     return oracle.mean([values.get(f"c{step}/{micro}/{i}", zeros) for values in case.inputs])
 
 
-def trained(case: Case, kind: Any, options: Values, lr_factors: Sequence[float] = ()) -> list[Any]:
-    """The parameters after each step, as one process computes them in float64."""
+def mean_of_those_that_have(case: Case, step: int, micro: int, i: int) -> np.ndarray:
+    """A wrong mean: only over the ranks that have a gradient."""
+    having = [v[name] for v in case.inputs if (name := f"c{step}/{micro}/{i}") in v]
+    return oracle.mean(having) if having else np.zeros(tuple(case.inputs[0]["shapes"][i]))
+
+
+def mean_or_none(case: Case, step: int, micro: int, i: int) -> np.ndarray | None:
+    """A wrong mean: None, not zeros, if no rank has a gradient."""
+    have = any(f"c{step}/{micro}/{i}" in values for values in case.inputs)
+    return mean_gradient(case, step, micro, i) if have else None
+
+
+def trained(
+    case: Case,
+    kind: Any,
+    options: Values,
+    lr_factors: Sequence[float] = (),
+    mean: Callable[[Case, int, int, int], np.ndarray | None] = mean_gradient,
+) -> list[Any]:
+    """The parameters after each step, as one process computes them in float64.
+
+    Args:
+        mean: takes the mean over ranks; a micro-batch for which it gives None counts nothing.
+    """
     inputs = case.inputs[0]
     parameters = [
         nn.Parameter(torch.from_numpy(np.array(inputs[f"p{i}"])).double())
@@ -145,8 +168,10 @@ def trained(case: Case, kind: Any, options: Values, lr_factors: Sequence[float] 
     history = []
     for step in range(inputs["steps"]):
         for i in trainable:
-            sums = [mean_gradient(case, step, m, i) for m in range(inputs["micro_batches"])]
-            parameters[i].grad = torch.from_numpy(np.asarray(np.sum(sums, axis=0)))
+            means = [mean(case, step, m, i) for m in range(inputs["micro_batches"])]
+            there = [each for each in means if each is not None]
+            total = torch.from_numpy(np.asarray(np.sum(there, axis=0))) if there else None
+            parameters[i].grad = total
         optimizer.step()
         for group, factor in zip(optimizer.param_groups, lr_factors, strict=False):
             group["lr"] *= factor
@@ -168,16 +193,21 @@ def same_numbers(got: Sequence[Any], expected: Sequence[np.ndarray]) -> str | No
     wanted = np.sort(np.concatenate([np.asarray(e, dtype=np.float64).ravel() for e in expected]))
     wanted = wanted[wanted != 0]
     if len(numbers) != len(wanted):
+        why = "some are missing" if len(numbers) < len(wanted) else "some are on several ranks"
         return (
             f"all ranks together hold {len(numbers)} numbers that are not zero, expected "
-            f"{len(wanted)}: each once, on one rank."
+            f"{len(wanted)}, each once, on one rank: {why}."
         )
     scale = float(np.abs(wanted).max(initial=0.0))
-    off = np.abs(numbers - wanted) > 1e-4 * np.abs(wanted) + 1e-5 * scale
+    apart = np.abs(numbers - wanted)
+    off = apart > 1e-4 * np.abs(wanted) + 1e-5 * scale
     if not off.any():
         return None
-    at = int(np.argmax(np.abs(wanted)))
-    return f"the largest number in size should be {wanted[at]:.6g}, is {numbers[at]:.6g}."
+    at = int(np.argmax(np.where(off, np.abs(wanted), 0)))
+    why = ""
+    if (apart <= ROUNDED * (np.abs(wanted) + scale)).all():
+        why = " All numbers are there, but rounded: expected float32 on the whole way."
+    return f"the largest number that differs should be {wanted[at]:.6g}, is {numbers[at]:.6g}.{why}"
 
 
 def explain_numbers(got: Sequence[Any], means: Sequence[np.ndarray], world_size: int) -> str:
@@ -211,18 +241,37 @@ def same_direction(
     if not factor > 1e-3:
         return [Finding("the parameters have not moved, or not along the gradient.", rank)]
     scale = float(np.abs(e).max())
-    for i, (one, other) in enumerate(zip(moved, wanted, strict=True)):
-        off = np.abs(one / factor - other) > 1e-3 * np.abs(other) + 1e-3 * scale
-        if off.any():
-            k = int(np.argmax(off))
-            kind = ", which is frozen" if i in inputs["frozen"] else ""
-            kind += ", which was given twice" if i in inputs["tied"] else ""
-            return [
-                Finding(
-                    f"parameter {i}, shape {tuple(inputs['shapes'][i])}{kind}: expected a change "
-                    f"of {other[k]:.5g} at place {k}, got {one[k]:.5g} (all parameters together "
-                    f"changed {factor:.3g} times as much as expected).",
-                    rank,
-                )
-            ]
-    return []
+
+    def off_by(factor: float) -> list[np.ndarray]:
+        return [
+            np.abs(one / factor - other) > 1e-3 * np.abs(other) + 1e-3 * scale
+            for one, other in zip(moved, wanted, strict=True)
+        ]
+
+    if not any(off.any() for off in off_by(factor)):
+        return []
+    # With the factor that fits all, none may be right: then another one shows the place.
+    others = [(other, off_by(other)) for other in (factor, 1.0, float(case.world_size))]
+    counted = [(sum(int(off.sum()) for off in offs), other, offs) for other, offs in others]
+    count, factor, offs = min((each for each in counted if each[0]), key=lambda each: each[0])
+    i = next(i for i, off in enumerate(offs) if off.any())
+    said = _off_place(inputs, i, offs[i], moved[i], wanted[i])
+    if factor != 1 and 2 * count < len(e):
+        said += f" Most other changes are {factor:.3g} times as large as expected."
+    return [Finding(said, rank)]
+
+
+def _off_place(inputs: Values, i: int, off: np.ndarray, one: np.ndarray, other: np.ndarray) -> str:
+    """The first place of parameter i that is off, in words."""
+    k, shape = int(np.argmax(off)), tuple(inputs["shapes"][i])
+    place = [int(n) for n in np.unravel_index(k, shape)]
+    kind = ", which is frozen" if i in inputs["frozen"] else ""
+    kind += ", which was given twice" if i in inputs["tied"] else ""
+    why = ""
+    own = float(one @ other / max(other @ other, 1e-30))
+    if np.abs(one - own * other).max() <= 1e-3 * abs(own) * np.abs(other).max():
+        why = f" All changes of this parameter are {own:.3g} times what they should be."
+    return (
+        f"parameter {i}, shape {shape}{kind}: expected a change of {other[k]:.5g} at {place}, got "
+        f"{one[k]:.5g}.{why}"
+    )

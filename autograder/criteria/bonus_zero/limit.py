@@ -64,8 +64,14 @@ def _train_zero1(zero: Any, inputs: Values) -> list[float]:
 
 
 def _train_zero2(zero: Any, inputs: Values) -> Values:
-    losses = _train(zero, inputs, torch.optim.SGD, 2)
-    return {"losses": losses, "left": _left_after_backward(zero)}
+    """What is left after backward comes first: whoever keeps it runs out of memory for that."""
+    import torch.distributed as dist
+
+    left = _left_after_backward(zero)
+    problem = torch.tensor(float(_left_problem(left) is not None))
+    dist.all_reduce(problem, op=dist.ReduceOp.MAX)
+    losses = [] if problem.item() else _train(zero, inputs, torch.optim.SGD, 2)
+    return {"losses": losses, "left": left}
 
 
 def _left_after_backward(zero: Any) -> list[int]:
@@ -141,8 +147,9 @@ def judge_zero2(case: Case) -> Iterator[Finding]:
         case,
         2,
         (
-            "Is each group reduced while backward runs, and are its p.grad None at once? What "
-            "waits until backward is over lies there whole."
+            "(With two small groups, no p.grad was left after backward.) Is a shard a copy that "
+            "keeps no flat vector alive? Is its gradient such a copy, too? Is each group reduced "
+            "and gathered by itself?"
         ),
     )
 
@@ -151,6 +158,10 @@ def _judge(case: Case, stage: int, hint: str) -> Iterator[Finding]:
     results = limited.results_of(case)
     if not results:
         yield Finding("the training left no result.")
+        return
+    told = [(rank, result) for rank, result in enumerate(results) if "left" in result]
+    if problems := [(r, p) for r, result in told if (p := _left_problem(result["left"]))]:
+        yield from (Finding(problem, rank) for rank, problem in problems)
         return
     size = PARAMETER_BYTES / limited.MEGABYTE
     if any(limited.is_out_of_memory(result) for result in results):
@@ -180,8 +191,8 @@ def _judge(case: Case, stage: int, hint: str) -> Iterator[Finding]:
                 f"numbers that differ, got {str(losses)[:80]}.",
                 rank,
             )
-        elif stage == 2 and (problem := _left_problem(result.get("left"))):
-            yield Finding(problem, rank)
+        elif stage == 2 and "left" not in result:
+            yield Finding("what is left after backward was not counted.", rank)
 
 
 def _left_problem(left: Any) -> str | None:
@@ -189,12 +200,17 @@ def _left_problem(left: Any) -> str | None:
     if left == [0, 0]:
         return None
     first, later = left if isinstance(left, list) and len(left) == 2 else (left, left)
-    where, count, why = "", first, ""
-    if first == 0:
-        where, count = " Before, there was a backward in which it had none, and reduce().", later
-        why = " Does reduce() make everything ready for the next backward?"
+    count, before = (first, "") if first != 0 else (later, " in the next step")
+    why = {
+        1: "The first group waits for the last one, and goes at once when that one has gone.",
+        2: "Each group is reduced in backward, and then its p.grad are None.",
+    }.get(count if type(count) is int else 0, "")
+    if before:
+        why = (
+            "The backward before that gave the first group no gradient: does reduce() make "
+            "everything ready for the next backward?"
+        )
     return (
-        f"two groups, of which the first has its gradient first.{where} Now {count} p.grad are "
-        "there after backward, before reduce(); expected none. Once a group has gone, those before "
-        f"it may be complete already, and go at once.{why}"
-    )
+        "two groups of one parameter, of which the first has its gradient first: after backward"
+        f"{before}, before reduce(), {str(count)[:40]} p.grad are there, expected none. {why}"
+    ).rstrip()

@@ -170,6 +170,8 @@ def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -
         why = "That is too little by the root of the number of ranks: was something averaged?"
     elif abs(got - min(norm, limit)) <= near * norm:
         why = "That is the norm after clipping."
+    elif abs(got - norm) <= 0.01 * norm:
+        why = "Nearly right: are squares added up, and sent, in less than float32?"
     return f"expected the norm {norm:.6g}, got {got:.6g}. {why}"
 
 
@@ -187,8 +189,9 @@ def judge_cost(case: Case) -> list[Finding]:
         if bad:
             findings.append(
                 Finding(
-                    f"{bad[0].numel} numbers of {bad[0].dtype} went through {bad[0].collective}: "
-                    "one number says it all, the sum of squares, in float32 or float64.",
+                    f"{bad[0].collective} of {bad[0].dtype}, numbers: {bad[0].numel}. "
+                    "One number says it all, the sum of squares, in float32 or float64, whatever "
+                    "the shares are.",
                     rank,
                 )
             )

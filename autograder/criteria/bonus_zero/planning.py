@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of
+from autograder.criteria.common.answers import item_of, short
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 # --- formulas ------------------------------------------------------------------------------------
+
+Share = Callable[[list[int], int], Any]  # (sizes, ranks) -> numbers that a rank has
 
 
 def draw_planning(draw: Draw) -> list[Values]:
@@ -48,12 +51,27 @@ def observe_memory(memory_per_rank: Any, inputs: Values, context: Context) -> Va
     return {"told": told}
 
 
-def _share(each: Values) -> int:
-    return sum((size + each["ranks"] - 1) // each["ranks"] for size in each["sizes"])
+def _share(sizes: list[int], ranks: int) -> int:
+    return sum((size + ranks - 1) // ranks for size in sizes)
 
 
-def _memory(each: Values) -> list[int]:
-    whole, share, stage = sum(each["sizes"]), _share(each), each["stage"]
+# What else may be taken for a rank's share, and what is wrong with it.
+_WRONG_SHARES = (
+    (
+        lambda sizes, ranks: sum(math.ceil(size / ranks) for size in sizes),
+        "S is rounded to a float here: it stays exact with // alone",
+    ),
+    (lambda sizes, ranks: sum(size // ranks for size in sizes), "S is rounded down here, not up"),
+    (lambda sizes, ranks: sum(sizes) // ranks, "S is rounded down here, not up"),
+    (
+        lambda sizes, ranks: _share([sum(sizes)], ranks),
+        "S is rounded once here, for all groups together; each group has a padding of its own",
+    ),
+)
+
+
+def _memory(each: Values, share_of: Share = _share) -> list[Any]:
+    whole, share, stage = sum(each["sizes"]), share_of(each["sizes"], each["ranks"]), each["stage"]
     state = {0: 8 * whole, 1: 12 * share, 2: 12 * share, 3: 8 * share}[stage]
     return [4 * (share if stage > 2 else whole), 4 * (share if stage > 1 else whole), state]
 
@@ -74,8 +92,8 @@ def observe_bytes(bytes_sent: Any, inputs: Values, context: Context) -> Values:
     return {"told": told}
 
 
-def _bytes(each: Values) -> int:
-    once = 4 * (each["ranks"] - 1) * _share(each)
+def _bytes(each: Values, share_of: Share = _share) -> Any:
+    once = 4 * (each["ranks"] - 1) * share_of(each["sizes"], each["ranks"])
     times = {0: 2, 1: 2 + 1, 2: each["micro"] + 1, 3: 3 * each["micro"]}
     return once * times[each["stage"]]
 
@@ -93,7 +111,9 @@ def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> Itera
             expected = formula(each)
             if type(got) is not type(expected) or got != expected:
                 call = ", ".join(str(each[argument]) for argument in arguments)
-                yield Finding(f"{name}({call}): expected {expected}, got {str(got)[:80]}.", rank)
+                said = f"{name}({call}): expected {expected}, got {str(got)[:80]}."
+                why = (f" {text}." for other, text in _WRONG_SHARES if formula(each, other) == got)
+                yield Finding(said + next(why, ""), rank)
                 break
 
 
@@ -122,8 +142,14 @@ def draw_train(draw: Draw) -> list[Values]:
     return [values | {"limits": limits} for values in inputs]
 
 
-def _reference(inputs: list[Values], limits: list[float]) -> tuple[list[Any], Any, list[float]]:
-    """Final parameters, losses per call and rank, norms, in float64. Fills in missing limits."""
+def _reference(
+    inputs: list[Values], limits: list[float], *, by_size: bool = False
+) -> tuple[list[Any], Any, list[float]]:
+    """Final parameters, losses per call and rank, norms, in float64. Fills in missing limits.
+
+    Args:
+        by_size: the wrong mean, in which a micro-batch counts as much as it has samples.
+    """
     model = oracle.mlp(inputs[0], torch.float64)
     losses, norms = [], []
     for call, count in enumerate(CALLS):
@@ -134,7 +160,9 @@ def _reference(inputs: list[Values], limits: list[float]) -> tuple[list[Any], An
                 [torch.from_numpy(values[f"{n}{call}/{m}"]).double() for n in "xy"]
                 for m in range(count)
             ]
-            per_rank.append(torch.stack([oracle.mse(model(x), y) for x, y in pairs]).mean())
+            each = torch.stack([oracle.mse(model(x), y) for x, y in pairs])
+            weights = torch.tensor([float(len(x)) if by_size else 1.0 for x, _ in pairs])
+            per_rank.append((each * weights).sum() / weights.sum())
         torch.stack(per_rank).mean().backward()
         losses.append([loss.item() for loss in per_rank])
         gradients = [oracle.grad_of(p) for p in model.parameters()]
@@ -230,7 +258,7 @@ def judge_train(case: Case) -> list[Finding]:
                         Finding(
                             f"call {call + 1}, {count} micro-batches: expected a {what} of "
                             f"{right:.6g}, got "
-                            f"{str(got)[:30]}.{_why(what, got, right, count, case)}",
+                            f"{short(got)[:30]}.{_why(case, rank, call, what, got, right)}",
                             rank,
                         )
                     )
@@ -256,14 +284,24 @@ def judge_train(case: Case) -> list[Finding]:
     return findings
 
 
-def _why(what: str, got: Any, right: float, count: int, case: Case) -> str:
+def _why(case: Case, rank: int, call: int, what: str, got: Any, right: float) -> str:
     if not isinstance(got, float) or not np.isfinite(got):
         return ""
+    count, limits = CALLS[call], list(case.inputs[0]["limits"])
+    _, losses, norms = _reference(list(case.inputs), limits, by_size=True)
+    by_size = losses[call][rank] if what == "loss" else norms[call]
+    if abs(got - by_size) <= 1e-3 * abs(by_size):
+        return (
+            f" Presumably its {count} micro-batches, of {BATCHES[:count]} samples, were weighed by "
+            "their sizes: each counts the same."
+        )
     for factor, why in (
         (count, "the mean over micro-batches was not taken"),
         (1 / count, "it was divided by the number of micro-batches twice"),
         (1 / case.world_size, "it was divided by the number of ranks once more"),
     ):
+        if factor != 1 and count == case.world_size and factor < 1:
+            why = "it was divided by the number of micro-batches twice, or by that of ranks"
         if factor != 1 and abs(got - factor * right) <= 1e-3 * abs(factor * right):
             return f" Presumably {why}."
     return " Do gradients of an earlier call remain?" if what == "norm" else ""

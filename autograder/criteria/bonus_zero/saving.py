@@ -204,7 +204,7 @@ def judge_resume(case: Case) -> list[Finding]:
         case,
         [f"{step}/" for step in range(BEFORE, BEFORE + AFTER)],
         "after the checkpoint",
-        "All of the state has to come back, AdamW's count of steps too.",
+        "All of the state has to come back, AdamW's count of steps too, and to each rank its own.",
     )
     state_bytes = 2 * 4 * sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
     for rank, answer in enumerate(case.answers):
@@ -346,6 +346,6 @@ def judge_reshard(case: Case) -> list[Finding]:
         case,
         ["/less/", "/more/"],
         "after loading on a different number of ranks",
-        "Parts of all old ranks are put together, the old padding is cut off, and what there is "
-        "is cut for the new number of ranks, which dist knows.",
+        "Parts of all old ranks are put together, the old padding is cut off, and the rest is cut "
+        "anew for the number of ranks that dist knows.",
     )

@@ -111,15 +111,19 @@ def _numel(case: Case) -> int:
     return sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
 
 
+def _share_sent(case: Case, rank: int, micro: int, sent: np.ndarray) -> float:
+    """The share of a rank's gradient of a micro-batch of the last step that is in `sent`."""
+    values = case.inputs[rank]
+    names = (f"c{STEPS - 1}/{micro}/{i}" for i in range(len(values["shapes"])))
+    gradient = np.concatenate([values[name].astype(np.float64).ravel() for name in names])
+    return max(_contained(gradient * s, sent) for s in (1.0, 1 / case.world_size, 0.5))
+
+
 def _gradient_problem(case: Case, step: _LastStep) -> Finding | None:
     """A finding if reductions over all ranks lack this rank's gradients of the last step."""
-    values, sent = case.inputs[step.rank], step.sent(step.reductions)
-    count, micros = len(values["shapes"]), values["micro_batches"]
-    for micro in range(micros):
-        gradient = np.concatenate(
-            [values[f"c{STEPS - 1}/{micro}/{i}"].astype(np.float64).ravel() for i in range(count)]
-        )
-        found = max(_contained(gradient * s, sent) for s in (1.0, 1 / case.world_size, 0.5))
+    sent = step.sent(step.reductions)
+    for micro in range(case.inputs[step.rank]["micro_batches"]):
+        found = _share_sent(case, step.rank, micro, sent)
         if found < 0.99:
             return Finding(
                 f"only {100 * found:.0f} % of this rank's gradient of micro-batch {micro + 1} was "
@@ -181,12 +185,20 @@ def _judge(case: Case, most_bytes: float, hint: str) -> list[Finding]:
         if problem is None and sent > BYTES_SLACK * most_bytes + 4 * SMALL:
             problem = Finding(
                 f"{sent:.0f} bytes went through this rank's link in a step, expected at most "
-                f"{most_bytes:.0f}. {hint}",
+                f"{most_bytes:.0f}. {_scattered(case, step) or hint}",
                 step.rank,
             )
         if problem:
             return [problem]
     return _share_problem(case, steps)
+
+
+def _scattered(case: Case, step: _LastStep) -> str:
+    """What to look at if no gradient is in an all-reduce, and something else is."""
+    reduced = [c for c in step.reductions if c.kind == "all_reduce"]
+    if not reduced or _share_sent(case, step.rank, 0, step.sent(reduced)) > 0.5:
+        return ""
+    return "An all-reduce carries other numbers than gradients: gather the shares (all-gather)."
 
 
 def judge_zero1(case: Case) -> list[Finding]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from autograder.criteria.bonus_zero import harness
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import is_floats, short
 from autograder.criteria.common.timed_collectives import TimedCollectives
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -208,7 +209,10 @@ def _why_adamw(case: Case, step: int, i: int, got: Any) -> str:
             "Does every share come back to its own place? AdamW needs the mean of the gradients; "
             "the mean of what each rank has made of its own is something else."
         )
-    return "The first step was right: is the optimiser's state kept, and are old gradients gone?"
+    return (
+        "The first step was right: is the optimiser's state kept, are old gradients gone, and is "
+        "nothing rounded on its way?"
+    )
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -251,12 +255,11 @@ def _why_options(case: Case, step: int, i: int, got: Any) -> str:
     ends = np.cumsum(case.inputs[0]["counts"])
     number = int(np.searchsorted(ends, i, side="right"))
     if step == 0:
-        return (
-            f"It is in group {number}, whose own options are {case.inputs[0]['options'][number]}."
-        )
+        own = {k: short(v) for k, v in case.inputs[0]["options"][number].items()}
+        return f"It is in group {number}, whose own options are {own}; all numbers are float64."
     return (
         "The first step was right; then the learning rate in param_groups was changed. Are they "
-        "the wrapped optimiser's own?"
+        "the wrapped optimiser's own, and are old gradients gone?"
     )
 
 
@@ -294,11 +297,37 @@ def judge_special(case: Case) -> Iterator[Finding]:
     expected = harness.trained(case, torch.optim.SGD, MOMENTUM)[-1]
     for rank in range(case.world_size):
         for finding in harness.same_direction(case, rank, "p", expected):
-            yield Finding(
-                f"{finding.message} A gradient that is None counts as zeros, in the mean, and for "
-                "the wrapped optimiser.",
-                rank,
-            )
+            why = _why_special(case, rank, expected)
+            yield Finding(f"{finding.message} {why}".rstrip(), rank)
+
+
+_WRONG_MEANS = (
+    (
+        harness.mean_of_those_that_have,
+        "That is the mean over the ranks that have a gradient. A gradient that is None counts as "
+        "zeros: divide by the number of all ranks.",
+    ),
+    (
+        harness.mean_or_none,
+        "That comes from a step without gradient. If no rank has a gradient, or a share is all "
+        "zeros, the shard's gradient is zeros, not None: momentum still moves it.",
+    ),
+)
+
+
+def _why_special(case: Case, rank: int, expected: list[np.ndarray]) -> str:
+    """The wrong mean that explains each number that is not as expected, or an empty string."""
+    answer = case.answers[rank]
+    got = [g for i, e in enumerate(expected) if is_floats(g := answer.get(f"p{i}"), e.shape)]
+    if len(got) < len(expected):
+        return ""
+    for mean, why in _WRONG_MEANS:
+        # With a share of its own, a rank may be right where the others are not.
+        other = harness.trained(case, torch.optim.SGD, MOMENTUM, mean=mean)[-1]
+        triples = zip(got, expected, other, strict=True)
+        if all((np.isclose(g, a) | np.isclose(g, b)).all() for g, a, b in triples):
+            return why
+    return ""
 
 
 # --- ZeRO-2 --------------------------------------------------------------------------------------

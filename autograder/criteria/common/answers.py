@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -53,6 +53,11 @@ def is_close(got: Any, expected: float, rtol: float = 1e-6, atol: float = 1e-9) 
     return number is not None and abs(number - expected) <= atol + rtol * abs(expected)
 
 
+def short(value: Any) -> str:
+    """A number with six digits at most; anything else as it is printed."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def number_or_none(value: Any) -> float | None:
     """`value` as a float, or None: a bad loss must not cost the points of the gradient."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
@@ -75,6 +80,18 @@ def returned(value: Any, what: str) -> Any:
     if value is None:
         raise TypeError(f"{what} returned None: is a `return` missing?")
     return value
+
+
+@contextlib.contextmanager
+def naming(call: str) -> Iterator[None]:
+    """An error that is raised inside says from which call it came. For use in the ranks."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        error.add_note(f"The call was {call}.")
+        raise
 
 
 def described(value: Any) -> Any:

@@ -11,6 +11,7 @@ import io
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from autograder.criteria.criterion import Draw, Values, integer
 
 MANY = 40  # to keep: more than any test saves, so that nothing is deleted. ckpt_keep keeps fewer.
+LATE_S = 1.0  # so long after a save its file is looked for once more
 NUMEL = 60_000  # 240 kB of float32: more than `deaths.WRITE_LIMIT_BYTES`
 
 
@@ -69,10 +71,11 @@ def working_with(path: Any) -> Iterator[tuple[ModuleType, Path]]:
         except (Exception, SystemExit) as error:
             if isinstance(error, NotImplementedError):
                 raise NotImplementedError(f"{path}: not written yet") from error
-            told = describe(error, path)
+            told, name = describe(error, path), type(error).__name__
             if not told.endswith(")"):
                 raise
-            raise RuntimeError(told) from error
+            # Whoever reports an error begins with its type: this one has the type's name.
+            raise type(name, (RuntimeError,), {})(told.removeprefix(f"{name}: ")) from error
 
 
 def describe(error: BaseException, path: Any) -> str:
@@ -81,6 +84,25 @@ def describe(error: BaseException, path: Any) -> str:
     lines = [frame for frame in frames if Path(frame.filename).name == Path(path).name]
     text = f"{type(error).__name__}: {error}"
     return f"{text} ({path}, line {lines[-1].lineno}: {lines[-1].line})" if lines else f"{text}."
+
+
+def save(module: ModuleType, folder: Any, step: int, state: Any, *, keep: int = MANY) -> Any:
+    """Saves with the student's function; returns what that returns.
+
+    Raises:
+        FileNotFoundError: the file is not there when the function returns.
+    """
+    returned = module.save_checkpoint(folder, step, state, keep=keep)
+    file = Path(folder) / name_of(step)
+    if not file.is_file():
+        there = sorted(p.name for p in file.parent.glob("*"))
+        time.sleep(LATE_S)
+        late = f"; {LATE_S:g} s later it was there" if file.is_file() else ""
+        raise FileNotFoundError(
+            f"save_checkpoint(…, {step}, …, keep={keep}) has returned, and there was no "
+            f"{file.name} in its folder, but {there}{late}"
+        )
+    return returned
 
 
 def rank_zero_only(draw: Draw, inputs: Values) -> list[Values]:
@@ -137,6 +159,21 @@ def steps_in(folder: Path) -> list[int]:
     """The steps whose names are in the folder, whatever is in the files."""
     names = sorted(p.name for p in folder.glob("step-*.ckpt"))
     return [int(n[5:13]) for n in names if len(n) == 18 and n[5:13].isdigit()]
+
+
+def others_in(folder: Path) -> list[str]:
+    """The names in the folder that are no step-….ckpt."""
+    return sorted({p.name for p in folder.glob("*")} - {p.name for p in folder.glob("step-*.ckpt")})
+
+
+def one_file(others: Any) -> str:
+    """A sentence about the `others_in` a folder that finished saves have left; "" if none."""
+    if not isinstance(others, list) or not others:
+        return ""
+    return (
+        f"save_checkpoint leaves {others[0]!r:.80} beside its file: a checkpoint is one file, and "
+        "all that load_newest needs is in it."
+    )
 
 
 def is_whole(module: ModuleType, file: Path, states: list[dict[str, Any]]) -> bool:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import json
 import linecache
 import os
 import pickle
 import re
 import signal
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,19 +108,24 @@ def launch_limited(
     from minidist.errors import LaunchDeadlineError, LaunchError
     from minidist.launch import run
 
-    try:
-        results = run(
-            run_limited,
-            context.world_size,
-            cloudpickle.dumps((train, subject, inputs)),
-            allowance,
-            deadline_s=LAUNCH_DEADLINE_S,
-            env=ENVIRONMENT,
-        )
-    except LaunchDeadlineError as error:
-        raise TimeoutError(str(error)) from None
-    except LaunchError as error:
-        results = [{"status": "died", "text": str(error)}]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            results = run(
+                run_limited,
+                context.world_size,
+                cloudpickle.dumps((train, subject, inputs)),
+                allowance,
+                folder,
+                deadline_s=LAUNCH_DEADLINE_S,
+                env=ENVIRONMENT,
+            )
+        except LaunchDeadlineError as error:
+            # The others may wait for a rank that has failed: then this is the reason.
+            results = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+            if not results:
+                raise TimeoutError(str(error)) from None
+        except LaunchError as error:
+            results = [{"status": "died", "text": str(error)}]
     if any("NotImplementedError" in str(r.get("text")) for r in results):
         raise NotImplementedError
     for result in results:
@@ -148,8 +155,11 @@ def _functions_beside(subject: Any) -> Iterator[Any]:
                 yield each
 
 
-def run_limited(job: bytes, allowance: int) -> Values:
-    """One rank: sets the limit, runs the student's code under it, and returns how that ended."""
+def run_limited(job: bytes, allowance: int, folder: str) -> Values:
+    """One rank: sets the limit, runs the student's code under it, and returns how that ended.
+
+    If it failed, this is in a file of the folder as well: other ranks may wait for this one.
+    """
     import resource
 
     # As if each rank had a machine for itself: LOCAL_RANK is not RANK.
@@ -167,7 +177,9 @@ def run_limited(job: bytes, allowance: int) -> Values:
         ballast.clear()
         text = f"{type(error).__name__}: {error}"
         status = "memory" if _NO_MEMORY.search(text) else "error"
-        return {"status": status, "text": text[:600], "where": _students_line(error)}
+        failed = {"status": status, "text": text[:600], "where": _students_line(error)}
+        Path(folder, os.environ["RANK"]).write_text(json.dumps(failed))
+        return failed
     return {"status": "ok"} | (result if isinstance(result, dict) else {"losses": result})
 
 

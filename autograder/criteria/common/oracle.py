@@ -171,16 +171,21 @@ def explain_gradient(
         return ""
     if world_size > 1 and agrees(got, mean_grad * world_size):
         return f"That is {world_size} times the mean: the gradients were summed, not averaged."
+    if agrees(got, local_grad) and not local_grad.any():
+        return "This rank has no gradient of its own here: it gets the mean of all ranks, too."
     if agrees(got, local_grad):
-        return "That is this rank's own gradient: it was never reduced."
+        return (
+            "That is this rank's own gradient: it was not reduced, or the mean was not written "
+            "back to it."
+        )
     if agrees(got, mean_grad / world_size):
         return "That is the mean divided by the world size once more."
     on_node = world_size - 1  # see `places.on_two_nodes`
     if on_node > 1 and agrees(got, mean_grad * world_size / on_node):
         return (
-            f"That is the sum divided by {on_node}, not by {world_size}: this rank's node has "
-            f"{on_node} ranks. Is LOCAL_WORLD_SIZE taken for WORLD_SIZE, or a number written into "
-            "the code?"
+            f"That is the sum divided by {on_node}, not by {world_size}: the first node has "
+            f"{on_node} ranks here. Is LOCAL_WORLD_SIZE taken for WORLD_SIZE, or a number written "
+            "into the code?"
         )
     if world_size != 2 and agrees(got, mean_grad * world_size / 2):
         return "That is the sum divided by 2: is the number of ranks written into the code?"

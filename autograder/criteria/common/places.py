@@ -70,6 +70,9 @@ def on_two_nodes(context: Context, written: Any) -> AbstractContextManager[None]
     return on_nodes(context, written, max(1, context.world_size - 1))
 
 
+EACH_ALONE = "(Each rank is alone on its node here: LOCAL_RANK is 0, LOCAL_WORLD_SIZE is 1.)"
+
+
 def on_own_node(observe: Observe) -> Observe:
     """`observe`, with each rank on a node of its own, as far as the environment tells."""
 

@@ -323,11 +323,14 @@ def judge_overlap(case: Case) -> Iterator[Finding]:
         elif problem := step.too_few():
             yield problem
         elif min(index for index, _ in step.carried.values()) > step.last_backward:
-            yield Finding(
-                "the first all-reduce of gradients came after the whole backward pass. Start a "
-                "bucket's all-reduce (async_op=True) in the hook of its last gradient.",
-                step.rank,
+            why = (
+                "All gradients travel in a single one, which is complete only then: how much does "
+                "a bucket hold?"
+                if len({collective.key for _, collective in step.carried.values()}) == 1
+                else "Start a bucket's all-reduce (async_op=True) in the hook of its last gradient."
             )
+            text = "the first all-reduce of gradients came after the whole backward pass. "
+            yield Finding(text + why, step.rank)
 
 
 def judge_scaling(case: Case) -> Iterator[Finding]:
@@ -348,7 +351,9 @@ def judge_scaling(case: Case) -> Iterator[Finding]:
             f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time, "
             f"{_count(steps)}. Reducing after backward gives about {AFTER_BACKWARD}. Full "
             "buckets, reduced with async_op=True from the hooks while backward goes on and waited "
-            "for only in finish_gradient_synchronization, hide all but the last one."
+            "for only in finish_gradient_synchronization, hide all but the last one. (Some layers "
+            "run in a different order than they are registered: a bucket that is full before its "
+            "turn starts as soon as the one before it has started.)"
         )
 
 
@@ -359,7 +364,9 @@ def _count(steps: Sequence[_Step | Finding]) -> str:
     early = sum(index < step.last_backward for index in issued.values())
     return (
         f"with {len(issued)} all-reduces of gradients, {early} of them issued before the last "
-        f"layer's backward ({LAYERS // 2} buckets would do, as frozen parameters do not travel)"
+        f"layer's backward ({LAYERS // 2} buckets would do: bucket_cap_mb={SCALING_CAP_MB} holds "
+        f"exactly two layers' gradients, {LAYER_BYTES} bytes each, and frozen parameters do not "
+        "travel)"
     )
 
 

@@ -233,10 +233,14 @@ def judge_unused(case: Case) -> Iterator[Finding]:
         oracle.mse(model(x, inputs["uses"][step]), y).backward()
         return [oracle.grad_of(p) for p in model.parameters()]
 
+    def describe(step: int) -> str:
+        cleared = ", after zero_grad(set_to_none=False)" * (step == 3)
+        return f"step {step}{cleared} (branches per rank: {[i['uses'][step] for i in case.inputs]})"
+
     return judge_steps(
         case,
         4,
         local,
-        lambda step: f"step {step} (branches per rank: {[i['uses'][step] for i in case.inputs]})",
+        describe,
         plain=(0, 1),  # the trunk, which all ranks use in every step
     )

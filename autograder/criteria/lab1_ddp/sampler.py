@@ -152,7 +152,7 @@ def _collect(
         real = virtual % case.world_size
         got = case.answers[real].get(f"{number}/{virtual}/{visit}")
         length = case.answers[real].get(f"{number}/{virtual}/len")
-        where = _where(setting, virtual)
+        where = _where(setting, virtual) + _when(setting, visit)
         if not isinstance(got, np.ndarray) or got.ndim != 1 or got.dtype.kind != "i":
             return Finding(f"{where}: no list of indices came back.", real)
         if judges_length and length != len(got):
@@ -165,11 +165,15 @@ def _collect(
     return lists
 
 
+def _when(setting: Values, visit: int) -> str:
+    return ", iterated a second time" if setting["epochs"][visit] is None else ""
+
+
 def _where(setting: Values, virtual: int | None = None) -> str:
     rank = "" if virtual is None else f"rank={virtual}, "
     return (
         f"ShardSampler({setting['num_samples']}, {rank}world_size={setting['world_size']}, "
-        f'shuffle={setting["shuffle"]}, tail="{setting["tail"]}")'
+        f'shuffle={setting["shuffle"]}, seed={setting["seed"]}, tail="{setting["tail"]}")'
     )
 
 
@@ -193,7 +197,14 @@ def _tail_problem(setting: Values, lists: list[np.ndarray], same_order: bool = T
     if not same_order:
         return None
     if tail != "drop" and (times == 0).any():
-        return f"sample {int(np.argmin(times))} is on no rank"
+        lost = f"sample {int(np.argmin(times))} is on no rank"
+        twice, padding = int((times > 1).sum()), max(sum(lengths) - n, 0)
+        if not setting["shuffle"] or twice <= padding:
+            return lost
+        return (
+            f"{lost}, and {twice} samples are there more than once. Do all ranks draw the same "
+            "permutation? Each is a process of its own"
+        )
     if tail != "pad" and (times > 1).any():
         return f"sample {int(np.argmax(times))} comes {int(times.max())} times"
     return None
@@ -240,8 +251,7 @@ def judge_tail(case: Case) -> Iterator[Finding]:
                 break
             same_order = "twin" not in setting or _is_partition(case, setting["twin"], visit)
             if problem := _tail_problem(setting, lists, same_order):
-                when = ", iterated a second time" if setting["epochs"][visit] is None else ""
-                yield Finding(f"{_where(setting)}{when}: {problem}.")
+                yield Finding(f"{_where(setting)}{_when(setting, visit)}: {problem}.")
                 break
             lost -= set(np.concatenate(lists).tolist())
         else:
@@ -307,7 +317,7 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
             if np.array_equal(visits[a], visits[b]):
                 yield Finding(
                     f"{_where(setting)}: epochs {epochs[a]} and {epochs[b]} have the same order. "
-                    "set_epoch must change what __iter__ draws."
+                    "set_epoch must change what __iter__ draws, with every seed."
                 )
         if not np.array_equal(visits[3], visits[4]):
             yield Finding(
@@ -327,7 +337,8 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         if answer.get("moved the global generator"):
             yield Finding(
-                "iterating moved torch's global generator, which dropout and initialisation draw "
-                "from: use a torch.Generator of your own.",
+                "__init__, set_epoch or __iter__ moved torch's global generator, which dropout and "
+                "initialisation draw from; putting it back at the end of an iteration is too late. "
+                "Use a torch.Generator of your own.",
                 rank,
             )

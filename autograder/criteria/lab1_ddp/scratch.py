@@ -125,7 +125,8 @@ def judge_weights(case: Case) -> Iterator[Finding]:
                 answer.get("frozen"),
                 case.inputs[0]["frozen"],
                 dtype="float64",
-                hint="Frozen parameters are part of the model, too: broadcast them.",
+                hint="It is frozen, and a transpose, so not contiguous: broadcast it, too. Whoever "
+                "broadcasts a contiguous copy has to copy the result back.",
             ):
                 yield wrong
 

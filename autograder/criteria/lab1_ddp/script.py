@@ -159,16 +159,18 @@ def judge_script(case: Case) -> Iterator[Finding]:
         expected = "nccl" if gpus >= PER_NODE else "gloo"
         if backend and expected not in backend:
             yield Finding(
-                f"on a node of {PER_NODE} ranks and {gpus} GPUs, expected backend {expected}, got "
-                f"{backend}: nccl if every rank of the machine can have a GPU of its own, else "
-                "gloo."
+                f"on the second of two nodes of {PER_NODE} ranks and {gpus} GPUs each, expected "
+                f"backend {expected}, got {backend}: nccl if every rank of the machine can have a "
+                "GPU of its own, else gloo."
             )
     parameters, mean = _train(given, case.world_size)
+    losses_hint = "Per epoch the mean over all samples of all ranks; the last batch is smaller."
     for i, expected in enumerate(parameters):
         hint = (
             "Do all ranks' gradients enter, with every sample once per epoch, --batch-size at a "
             "time on each rank, in the order of torch's DistributedSampler with its default "
-            "settings, told each epoch from 0 on?"
+            "settings, told each epoch from 0 on? And are these the parameters after the last "
+            "epoch?"
         )
         if wrong := oracle.differs(
             0,
@@ -179,14 +181,10 @@ def judge_script(case: Case) -> Iterator[Finding]:
             terms=[given[f"p{i}"]],
         ):
             yield wrong
+            losses_hint = "Other parameters give other losses: look at these first."
             break
-    if wrong := oracle.differs(
-        0,
-        "losses in --out",
-        case.answers[0].get("losses"),
-        mean,
-        hint="Per epoch the mean over all samples of all ranks; the last batch is smaller.",
-    ):
+    got = case.answers[0].get("losses")
+    if wrong := oracle.differs(0, "losses in --out", got, mean, hint=losses_hint):
         yield wrong
 
 

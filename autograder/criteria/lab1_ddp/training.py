@@ -357,19 +357,26 @@ def _mean_losses(case: Case, factor: float, only_used: bool) -> np.ndarray:
 def _explain_losses(case: Case, rank: int, factor: float, got: Any, expected: np.ndarray) -> str:
     """The likely reason, where a known mistake gives the same numbers; else ""."""
     means = np.zeros((case.world_size, EPOCHS))
-    batches = np.zeros((case.world_size, EPOCHS))
+    batches, last = np.zeros((2, case.world_size, EPOCHS))
+    sizes = np.zeros(case.world_size)  # of the last batches
     for r, inputs in enumerate(case.inputs):
         for epoch, rows in enumerate(inputs["order"]):
             squares = factor * (inputs["y"][rows].astype(np.float64) ** 2).mean(axis=1)
             means[r, epoch] = squares.mean()
             starts = range(0, len(rows), BATCH_SIZE)
-            batches[r, epoch] = np.mean([squares[s : s + BATCH_SIZE].mean() for s in starts])
+            of_batches = [squares[s : s + BATCH_SIZE].mean() for s in starts]
+            batches[r, epoch], last[r, epoch] = np.mean(of_batches), of_batches[-1]
+            sizes[r] = len(rows) - starts[-1]
     for said, wrong in {
         "That is the mean over this rank's samples only.": means[rank],
         "That is the mean of this rank's batches.": batches[rank],
         "That is the mean over ranks of each rank's mean: ranks differ in their number of "
         "samples.": means.mean(axis=0),
         "That is a mean of batches, which differ in size.": batches.mean(axis=0),
+        "That is the loss of this rank's last batch.": last[rank],
+        "That is the mean over the last batch of each rank.": np.average(
+            last, axis=0, weights=sizes
+        ),
         f"That is {case.world_size} times the mean.": expected * case.world_size,
     }.items():
         if oracle.agrees(got, wrong):

@@ -101,7 +101,7 @@ def observe(amp_step: Any, inputs: Values, context: Context) -> Values:
         scaler = torch.amp.GradScaler(
             context.device.type, init_scale=INIT_SCALE, enabled=call["dtype"] == "float16"
         )
-        _run(amp_step, inputs, context, answer, _Training(inputs, context), scaler, [number])
+        _run(amp_step, inputs, context, answer, _Training(inputs, context), scaler, number)
     return answer
 
 
@@ -115,8 +115,11 @@ def observe_scaler(amp_step: Any, inputs: Values, context: Context) -> Values:
         growth_interval=1,
     )
     answer: Values = {}
-    calls = range(len(inputs["calls"]))
-    _run(amp_step, inputs, context, answer, _Training(inputs, context), scaler, calls)
+    training = _Training(inputs, context)
+    for number in range(len(inputs["calls"])):
+        _run(amp_step, inputs, context, answer, training, scaler, number)
+        if answer["scale/0"] == INIT_SCALE:
+            break  # without update(), the next call would end with an error of torch's
     return answer
 
 
@@ -223,28 +226,27 @@ def _run(
     answer: Values,
     training: _Training,
     scaler: Any,
-    calls: Any,
+    number: int,
 ) -> None:
-    for number in calls:
-        call = inputs["calls"][number]
-        training.optimizer.zero_grad()
-        training.dtypes.clear()
-        xs, ys = (torch.from_numpy(inputs[f"{n}/{number}"]).to(context.device) for n in "xy")
-        options = {"max_norm": call["max_norm"]} if "max_norm" in call else {}
-        amp_step(
-            training.wrapped,
-            list(zip(xs, ys, strict=True)),
-            oracle.mse,
-            training.optimizer,
-            scaler,
-            dtype=DTYPES[call["dtype"]],
-            **options,
-        )
-        answer[f"scale/{number}"] = float(scaler.get_scale())
-        answer[f"steps/{number}"] = training.num_steps
-        answer[f"dtypes/{number}"] = sorted(training.dtypes)
-        for i, p in enumerate(training.module.parameters()):
-            answer[f"p{number}/{i}"] = p.detach().cpu().numpy().copy()
+    call = inputs["calls"][number]
+    training.optimizer.zero_grad()
+    training.dtypes.clear()
+    xs, ys = (torch.from_numpy(inputs[f"{n}/{number}"]).to(context.device) for n in "xy")
+    options = {"max_norm": call["max_norm"]} if "max_norm" in call else {}
+    amp_step(
+        training.wrapped,
+        list(zip(xs, ys, strict=True)),
+        oracle.mse,
+        training.optimizer,
+        scaler,
+        dtype=DTYPES[call["dtype"]],
+        **options,
+    )
+    answer[f"scale/{number}"] = float(scaler.get_scale())
+    answer[f"steps/{number}"] = training.num_steps
+    answer[f"dtypes/{number}"] = sorted(training.dtypes)
+    for i, p in enumerate(training.module.parameters()):
+        answer[f"p{number}/{i}"] = p.detach().cpu().numpy().copy()
 
 
 # --- judge ---------------------------------------------------------------------------------------
@@ -352,8 +354,9 @@ def judge_update(case: Case) -> list[Finding]:
                 rank,
                 number,
                 1.0,
-                "Divide each loss by their number, backward scaler.scale(loss), and let "
-                "scaler.step(optimizer) make the one step.",
+                "Divide each loss by their number, backward scaler.scale(loss), the last one (or "
+                "the only one) outside no_sync(), and let scaler.step(optimizer) make the one "
+                "step.",
             )
     wrong = {finding.rank for finding in findings}
     for rank, answer in enumerate(case.answers):
@@ -401,8 +404,9 @@ def judge_clip(case: Case) -> list[Finding]:
             size = norm(_mean_gradient(list(case.inputs), number))
             limit = call["max_norm"]
             hint = (
-                f"The gradient's norm is {size:.3g}, max_norm {limit:.3g}: unscale with "
-                "scaler.unscale_(optimizer), then clip, then scaler.step(optimizer)."
+                f"The norm over all parameters is {size:.3g}, max_norm {limit:.3g}: once, after "
+                "the last micro-batch, scaler.unscale_(optimizer), then clip all parameters "
+                "together, then scaler.step(optimizer)."
             )
             own = [case.inputs[rank]] if call["k"] == 1 else []
             own_limit = limit / norm(_mean_gradient(own or list(case.inputs), number))

@@ -112,6 +112,12 @@ def judge_gradients(case: Case) -> list[Finding]:
             return "Nothing of the other ranks is in it: the gradients were not synchronised."
         if len(senders := {i // k for i in present(weights)}) == 1:
             return f"Only the micro-batches of rank {min(senders)} are in it."
+        missing = [set(range(k)) - set(present(part)) for part in weights.reshape(ranks, k)]
+        if missing[0] and all(each == missing[0] for each in missing):
+            return (
+                "The same micro-batches are missing on every rank: they never went in (does a call "
+                "change the list that it is given?), or their gradients were cleared."
+            )
         if len(present(others)) < others.size:
             return (
                 "Some micro-batches of other ranks are missing: what has been accumulated "
@@ -352,6 +358,8 @@ def judge_token_gradients(case: Case) -> list[Finding]:
             weights: np.ndarray, rank: int, k: int, expected=expected, per_rank=per_rank
         ) -> str:
             if are_close(weights, np.full(ranks * k, 1 / (ranks * k))):
+                if k == 1:
+                    return "That is a mean of the ranks' means: divide by the tokens of all ranks."
                 return "That is a mean of means: a token of a sparse micro-batch counts more."
             if ranks > 1 and are_close(weights, per_rank):
                 return "That divides by the number of tokens of one rank; sum it over all ranks."

@@ -167,8 +167,9 @@ class _Call:
         expected = 2 * LAYERS * MICRO_BATCHES * CALLS
         if layers != expected:
             self.finding = Finding(
-                f"{layers} forward and backward passes of layers, expected {expected}: each "
-                "micro-batch goes forward and backward once.",
+                f"{layers} forward and backward passes of layers, expected {expected} ({LAYERS} "
+                f"layers, {MICRO_BATCHES} micro-batches, {CALLS} calls): each micro-batch goes "
+                "forward and backward once, by itself.",
                 rank,
             )
             return
@@ -221,9 +222,14 @@ class _Call:
         times, twin = self.num_numbers / (GRADIENT_BYTES / 4), case.inputs[self.rank].get("twin")
         return Finding(
             f"as many numbers travelled as {times:.1f} times the gradients: only the last of "
-            f"{MICRO_BATCHES} micro-batches synchronises, and what DDP has averaged does not "
-            "travel again."
-            + (f" (Number {twin} is the same pair of tensors.)" if twin is not None else ""),
+            f"{MICRO_BATCHES} micro-batches should synchronise, and what DDP has averaged should "
+            "not travel again."
+            + (
+                f" (Number {twin} is the same pair of tensors as the last one: only its place "
+                "tells it apart.)"
+                if twin is not None
+                else ""
+            ),
             self.rank,
         )
 

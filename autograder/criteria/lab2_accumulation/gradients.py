@@ -219,10 +219,12 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
                 )
                 break
             if factor_is_right and not np.isclose(total, 1.0, rtol=1e-3):
+                why = f"there are {sum(counts)} samples, and every one of them counts."
+                if group == case.inputs[rank].get("again"):
+                    why = "the call before was right. Does something of it stay on the model?"
                 yield Finding(
                     f"micro-batches of {counts} samples entered with {total:.3g} times the weight "
-                    f"that they should have: there are {sum(counts)} samples, and every one of "
-                    f"them counts.{where}",
+                    f"that they should have: {why}{where}",
                     rank,
                 )
                 break
@@ -306,7 +308,7 @@ def _basis(inputs: Values, group: int) -> list[Gradient]:
 def _no_sum(k: int) -> str:
     return (
         f"p.grad is not a sum of the gradients of the {k} micro-batches: is something in it that "
-        "does not belong there, or is a gradient missing?"
+        "does not belong there, is a gradient missing, or was a part of it scaled twice?"
     )
 
 

@@ -102,8 +102,8 @@ def judge_steps(case: Case) -> Iterator[Finding]:
                 )
         if len(steps) != n // k:
             return (
-                f"{len(steps)} optimizer steps, expected {n // k}. Count a group only when it "
-                "has a batch."
+                f"{len(steps)} optimizer steps, expected {n // k}. Step only for a group that has "
+                "a batch."
             )
         got = told(case.answers[rank], f"returned/{number}")
         return "" if got == n // k else f"returned {got}, expected {n // k} optimizer steps."
@@ -298,9 +298,9 @@ def judge_clip(case: Case) -> Iterator[Finding]:
             judged = step is steps[-1] or run["n"] % run["k"] == 0
             if judged and _uneven([step]) is not None:
                 return (
-                    f"max_norm={limit:.4g}: batches entered with weights {show(entered)}, "
-                    "expected equal ones: clip the accumulated gradient once, not that of "
-                    "each batch."
+                    f"max_norm={limit:.4g}: at an optimizer step the weights of all batches were "
+                    f"{show(step.weights)}, expected equal ones for those of its group: clip the "
+                    "accumulated gradient once, not that of each batch."
                 )
         return ""
 
@@ -322,10 +322,10 @@ def judge_schedule(case: Case) -> Iterator[Finding]:
         if made != expected or told(answer, f"end/{number}") not in ends:
             epoch = f", after {begin} in an epoch before" if begin else ""
             return (
-                f"{count} optimizer steps{epoch}, but the scheduler made "
-                f"{answer.get(f'end/{number}')}; before each optimizer step it had made "
-                f"{answer.get(f'schedule/{number}')}, expected {expected}: scheduler.step() "
-                "belongs right after optimizer.step()."
+                f"{count} optimizer steps{epoch}, and the scheduler ends at "
+                f"{answer.get(f'end/{number}')}; before each optimizer step it stood at "
+                f"{answer.get(f'schedule/{number}')}, expected {expected}: scheduler.step(), "
+                "without a number, belongs right after optimizer.step()."
             )
         return ""
 

@@ -40,7 +40,8 @@ class EmulatedMemory:
             raise MemoryError(
                 "out of memory (emulated): autograd holds the activations of more than two "
                 f"micro-batches at once, {self.live_bytes} bytes. backward() of a micro-batch "
-                "frees its activations: call it before the forward pass of the next one"
+                "frees its activations: call it before the forward pass of the next one, without "
+                "retain_graph, and keep losses only detached"
             )
 
 
@@ -93,7 +94,8 @@ def too_much_memory(peak: Any, rank: int) -> Finding | None:
     if most > MEMORY_LIMIT:
         return Finding(
             f"the activations of {most:.1f} micro-batches were in memory at once; at most two "
-            "should be: backward() of a micro-batch comes before the next one goes forward.",
+            "should be: backward() of a micro-batch, before the next one goes forward, frees them, "
+            "unless it retains the graph.",
             rank,
         )
     return None

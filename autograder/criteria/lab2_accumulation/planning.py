@@ -205,6 +205,12 @@ def _sizes_problem(inputs: Values, sizes: Any, world_size: int) -> str:
     for k in inputs["ks"]:
         wanted = (inputs["global_batch"] // (world_size * k),) * k
         if found[wanted] != NUM_STEPS:
+            if found[wanted]:
+                return (
+                    f"global batch {inputs['global_batch']}, {world_size} ranks, k={k}: expected "
+                    f"{NUM_STEPS} steps with micro-batches of {list(wanted)} samples on each rank, "
+                    f"got {found[wanted]}: make num_steps steps, however many samples there are."
+                )
             return (
                 f"global batch {inputs['global_batch']}, {world_size} ranks, k={k}: expected "
                 f"{NUM_STEPS} steps with micro-batches of {list(wanted)} samples on each rank; "

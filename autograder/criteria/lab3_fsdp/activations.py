@@ -194,7 +194,8 @@ def _passes(answer: Values, left_over: int) -> str:
         except (TypeError, KeyError, ValueError, AttributeError):
             problem = "what the blocks wrote down is not readable."
         if problem:
-            return f"Step {number}{', in eval mode' * (number == EVALUATED)}: {problem}"
+            evaluated = ", in eval mode, and no input of block 0 needs a gradient"
+            return f"Step {number}{evaluated * (number == EVALUATED)}: {problem}"
     return ""
 
 

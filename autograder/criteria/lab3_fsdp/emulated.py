@@ -244,11 +244,13 @@ def _wrong_reduction(step: Step, gradients: list[np.ndarray]) -> Finding | None:
             )
     for unit, gradient in enumerate(gradients):
         if not any(_carries(values, gradient) for values in sent):
-            return Finding(
-                f"this rank's gradients of unit {unit} were in no reduce-scatter of step "
-                f"{step.number}.",
-                step.rank,
-            )
+            what = f"this rank's gradients of unit {unit} were in no reduce-scatter of step"
+            if any(len(values) >= gradient.size for values in sent):
+                what = (
+                    "no reduce-scatter carried the gradients that the whole model has in unit "
+                    f"{unit}, so its weights or what was sent are wrong, in step"
+                )
+            return Finding(f"{what} {step.number}.", step.rank)
     if step.unfinished:
         return Finding(
             f"a {step.unfinished[0].kind} of step {step.number} was not waited for before the "

@@ -137,8 +137,10 @@ _OPTIONS = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 def judge_class(case: Case) -> Iterator[Finding]:
     """The training ends within the limit, with the losses of unsharded training."""
     hint = (
-        "Are units freed after forward and after backward (the storage, not only p.data), with "
-        "their whole gradients, and is only the next one prefetched?"
+        "Is each module of `units` a unit of its own, and a shard a clone of its own part only (a "
+        "slice of a cloned whole keeps it all)? Are units freed after forward and after backward "
+        "(the storage, not only p.data), with their whole gradients, and is only the next one "
+        "prefetched?"
     )
     return _judge(case, _CLASS_COPIES, hint)
 
@@ -163,10 +165,7 @@ def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
     )
     out_of_memory = [r for r in results if is_out_of_memory(r)]
     if out_of_memory:
-        yield Finding(
-            f"out of memory: the budget is {budget}, and it was used up"
-            f"{_place(out_of_memory[0])}.{_or_else(out_of_memory[0])} {hint}"
-        )
+        yield Finding(_used_up(out_of_memory[0], budget, hint))
         return
     if len(results) != case.world_size:
         yield Finding(f"a process of the training failed: {str(results[0].get('text'))[-600:]}")
@@ -183,13 +182,14 @@ def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
             yield wrong
 
 
-def _or_else(result: Values) -> str:
-    """What else may have ended a process that a signal has ended; "" if it said why."""
+def _used_up(result: Values, budget: str, hint: str) -> str:
+    """What a process died of that said so, or that a signal has ended."""
     if says_no_memory(result):
-        return ""
+        return f"out of memory: the budget is {budget}, and it was used up{_place(result)}. {hint}"
     return (
-        " Or memory was freed while an all-gather still wrote into it: the process was ended by a "
-        "signal, so it could not say."
+        f"a process was ended by a signal{_place(result)}. Either memory was used after it was "
+        "freed (by a backward whose unit was not gathered again, or by an all-gather that still "
+        f"wrote into it), or it ran out: the budget is {budget}. {hint}"
     )
 
 
@@ -216,13 +216,20 @@ def _wrong_losses(
             return None
         why = "Two passes, with other shards in the second. The output is not the whole model's."
     elif got is not None:
-        own = _first_loss(case, [rank])
+        own, everyone = _first_loss(case, [rank]), range(case.world_size)
+        same = [_first_loss(case, everyone, step) for step in range(len(expected))]
+        num_right = int((~np.isclose(got, expected, rtol=RTOL)).argmax())
         if np.isclose(got[0], expected[0] * case.world_size, rtol=RTOL):
             why = "The first is the sum over ranks, not the mean."
         elif np.isclose(got[0], own, rtol=RTOL):
             why = "The first is this rank's own loss, not the mean over all ranks."
         elif np.isclose(got[0], expected[0], rtol=RTOL):
-            why = "The first is right, so the update is not."
+            why = (
+                f"{num_right} of them are right before the first that is not: a step is backward, "
+                "one step of AdamW, and gradients cleared; nothing else changes gradients."
+            )
+            if np.allclose(got, same, rtol=RTOL / 2):
+                why = "No step has changed the weights: make the optimizer after sharding."
             plain = np.array(_oracle_losses(case, with_adamw=True, weight_decay=0.0))
             if np.allclose(got, plain, rtol=RTOL / 2):
                 why += " They are those without weight decay, of which AdamW's default is 0.01."

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.common.answers import is_close, item_of, returned
-from autograder.criteria.common.places import on_own_node
+from autograder.criteria.common.places import EACH_ALONE, on_own_node
 from autograder.criteria.common.timed_collectives import (
     COLLECTIVE_S,
     LAUNCH_S,
@@ -95,8 +95,8 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
         waits = max(seconds) + (repeats - 1) * LAUNCH_S
         rates = sum(s / t for s, t in zip(samples, seconds, strict=True))
         known = (
-            (samples[rank] / seconds[rank], "That is this rank's own throughput."),
-            (samples[rank] / max(seconds), "Those are this rank's samples only."),
+            (samples[rank] / max(seconds), f"Those are this rank's samples only. {EACH_ALONE}"),
+            (samples[rank] / seconds[rank], f"That is this rank's own throughput. {EACH_ALONE}"),
             (rates, "That is the sum of the ranks' own rates; all wait for the slowest."),
             (
                 samples[rank] * case.world_size / max(seconds),
@@ -207,7 +207,8 @@ def _traffic_problem(case: Case, answer: Values) -> str:
         elif is_close(got, passes * once / (size or 4) * 4):
             hint = " A number does not always have 4 bytes."
         call = f"traffic_per_rank({n}, {ranks}, {strategy!r}{'' if size is None else f', {size}'})"
-        return f"{call}: expected {passes * once:.12g}, got {got}.{hint}"
+        shown = f"{got:.12g}" if isinstance(got, float) else got
+        return f"{call}: expected {passes * once:.12g}, got {shown}.{hint}"
     return ""
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from autograder.criteria.common import answers, oracle
 from autograder.criteria.common.answers import is_floats, item_of
-from autograder.criteria.common.places import on_own_node
+from autograder.criteria.common.places import EACH_ALONE, on_own_node
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -114,8 +114,8 @@ def _policy_problem(got: Any, device_type: str, mixed: bool, offload: bool) -> s
         return f"expected offloading to be {'on' if offload else 'off'}."
     if offload and got.get("pinned") is not (device_type == "cuda"):
         return (
-            f"pin_memory is {got.get('pinned')}: memory is pinned for copies to a GPU, and can "
-            "only be where there is one."
+            f"pin_memory is {got.get('pinned')}, expected {device_type == 'cuda'}: True for the "
+            'device type "cuda", and for no other.'
         )
     return ""
 
@@ -210,6 +210,10 @@ def _beside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, lis
     }
 
 
+def _listed(names: Any) -> str:
+    return " and ".join(map(str, names)) if isinstance(names, list) else str(names)
+
+
 def _content(path: Path) -> Values:
     """What the file holds: names, kinds and values under "model", numbers under "optimizer"."""
     state = torch.load(path, map_location="cpu")
@@ -248,14 +252,14 @@ def judge_save(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"files in this rank's folder: {answer.get('files')}, expected {expected}. All "
-                    "ranks gather, rank 0 writes.",
+                    f"ranks gather, rank 0 writes. {EACH_ALONE}",
                     rank,
                 )
             )
         elif (changed := answers.told(answer, "changed")) != []:
             findings.append(
                 Finding(
-                    f"save_checkpoint changed {changed}: training goes on as if it "
+                    f"save_checkpoint changed {_listed(changed)}; training has to go on as if it "
                     "had not been called.",
                     rank,
                 )
@@ -320,11 +324,24 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
         if context.rank != 0:  # as if on a different disk
             for file in Path(folder).iterdir():
                 file.unlink()
-        _train(model, optimizer, inputs, AFTER)
+        try:
+            _train(model, optimizer, inputs, AFTER)
+        except RuntimeError as error:
+            if "DTensor" in str(error):
+                error.args = (
+                    f"training after save_checkpoint fails: {error}. Did saving put other tensors "
+                    "into the optimizer's own state? optimizer.state_dict() hands out its own "
+                    "dicts.",
+                )
+            raise
         answer: Values = {f"on/{i}": value for i, value in enumerate(_whole(model))}
         other = {k.removeprefix("other/"): v for k, v in inputs.items() if k[:6] == "other/"}
         model, optimizer = _sharded(other, context.device)
-        load_checkpoint(model, optimizer, path)
+        try:
+            load_checkpoint(model, optimizer, path)
+        except FileNotFoundError as error:
+            error.strerror = f"{error.strerror} (it is on rank 0's disk only)"
+            raise
         dist.barrier()
     for step in range(AFTER + 1):
         if step:
@@ -350,9 +367,10 @@ def judge_resume(case: Case) -> list[Finding]:
                 findings.append(wrong)
                 break
         for step, values in enumerate(expected):
-            when = f"{step} steps after" if step else "after"
+            when = f"{step} step{'s' * (step > 1)} after" if step else "after"
             hint = (
-                "What was loaded was right: is AdamW's state loaded, with its groups' options?"
+                "The model was right after loading: is AdamW's state loaded, and its groups' "
+                "options?"
                 if step
                 else "Does every rank get its shards of what rank 0 has read?"
             )

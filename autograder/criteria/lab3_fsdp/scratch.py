@@ -70,7 +70,7 @@ def _more_arguments(inputs: Values, call: int) -> list[torch.Tensor]:
 
 
 def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits = returned(model(tokens[:, :-1]), "the model")
+    logits = returned(model(tokens[:, :-1]), "fsdp(x)")
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -152,11 +152,18 @@ def judge_forward(case: Case) -> Iterator[Finding]:
                 continue
             what = "the model's output" + " after the shards have changed" * (i > 0)
             what += ", for fsdp(tokens, documents)" * bool(more)
-            what += ", without no_grad()" * (i >= PASSES // 2)
+            what += ", under no_grad()" if i < PASSES // 2 else ", with a graph"
             hint = (
                 "Forward frees and gathers each unit each time, also in eval mode, and hands on "
                 "all its arguments: does it read the shards' values of now?"
             )
+            if more and oracle.agrees(got, _logits(inputs, i, i, documents=False)):
+                hint = "That is the output for the tokens alone: hand on all arguments."
+            elif any(oracle.agrees(got, _logits(inputs, i, j)) for j in range(i)):
+                hint = (
+                    "That is the output with values that the shards had before: units stayed "
+                    "whole, or something else than the shard of now was gathered."
+                )
             if wrong := oracle.differs(
                 rank,
                 what,
@@ -168,12 +175,13 @@ def judge_forward(case: Case) -> Iterator[Finding]:
                 break
 
 
-def _logits(inputs: Values, call: int, changes: int) -> np.ndarray:
+def _logits(inputs: Values, call: int, changes: int, *, documents: bool = True) -> np.ndarray:
     """The whole model's output for the tokens of a call, after so many changes of the shards."""
     now = {k: v * inputs["factor"] ** changes for k, v in inputs.items() if k[0] == "p"}
     tokens = torch.from_numpy(inputs[f"t{call % 2}"])[:, :-1]
     with torch.no_grad():
-        return _gpt(now, torch.float64)(tokens, *_more_arguments(inputs, call)).numpy()
+        more = _more_arguments(inputs, call) if documents else []
+        return _gpt(now, torch.float64)(tokens, *more).numpy()
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -278,7 +286,13 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         keys = [k.removeprefix("both/") for k in answer if k.startswith("both/")]
         if not any(np.size(answer[f"both/{key}"]) for key in keys):
-            yield Finding("the shards have no gradients.", rank)
+            why = "the shards have no gradients after backward."
+            if any(k.startswith("first/") for k in answer):
+                why = (
+                    "the first backward gave the shards gradients, three more after zero_grad() "
+                    "gave none: does what backward counts start over?"
+                )
+            yield Finding(why, rank)
         for key in keys:
             first, second = (parts.floats_of_shard(answer.get(f"{n}/{key}"), size) for n in _ALONE)
             if first is None or second is None or first.shape != second.shape:
@@ -303,8 +317,12 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
                     "Is anything left over from before zero_grad(), which here comes between the "
                     "first forward and its backward, or is anything added twice?"
                 )
-                if np.allclose(got, second, rtol=1e-3, atol=1e-4 * scale):
+                if max(scale, np.abs(got).max(initial=0)) > NO_GRADIENT:
+                    why = _NOT_ARRIVED
+                elif np.allclose(got, second, rtol=1e-3, atol=1e-4 * scale):
                     why = "That is the last one's alone: add to the shard's gradient."
+                elif np.allclose(got, first + second, rtol=1e-3, atol=1e-4 * scale):
+                    why = "One is missing: the third backward replaced what the second had added."
                 yield Finding(
                     f"after three backward passes without zero_grad(): expected "
                     f"{together[off][0]:.6g}, the sum of their gradients, got "
@@ -315,6 +333,11 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
 
 
 _ALONE = ("first", "second")
+NO_GRADIENT = 1e6  # far above any gradient here
+_NOT_ARRIVED = (
+    "That is no gradient but what lay in memory: is each reduce-scatter waited for before its "
+    "result is used?"
+)
 
 
 def _judge_gradients(
@@ -339,7 +362,8 @@ def _judge_gradients(
                 findings.append(
                     Finding(
                         "when backward() returns, a shard has no gradient of its own shape, or "
-                        "one that is not finite.",
+                        "one that is not finite. Is each reduce-scatter waited for, and are units "
+                        "taken in the order of the list? (The model has them in another one here.)",
                         rank,
                     )
                 )
@@ -383,6 +407,8 @@ def _explain(
     def agrees(expected: np.ndarray) -> bool:
         return bool(np.allclose(got, expected[place], rtol=1e-3, atol=1e-4 * np.abs(mean).max()))
 
+    if not np.abs(got).max(initial=0) <= NO_GRADIENT:
+        return _NOT_ARRIVED
     if n > 1 and agrees(mean * n):
         return f"That is {n} times the mean: the gradients were summed, not averaged."
     if n > 1 and agrees(mean / n):

@@ -10,7 +10,7 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import returned, told
-from autograder.criteria.common.places import on_own_node
+from autograder.criteria.common.places import EACH_ALONE, on_own_node
 from autograder.criteria.criterion import Case, Context, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -89,7 +89,8 @@ def _wrong_values(case: Case) -> Iterator[Finding]:
         return
     if (held > 1).any():
         yield Finding(
-            f"{int((held > 1).sum())} values of the model are on several ranks, or twice."
+            f"{int((held > 1).sum())} values of the model are on several ranks, or twice. "
+            f"{EACH_ALONE}"
         )
     if not held.all():
         yield Finding(
@@ -123,7 +124,8 @@ def _too_much(case: Case) -> Iterator[Finding]:
 
 _HELD = (("parameters", 1), ("gradients", 1), ("optimizer", 2))
 _WHY = {
-    "parameters": "Is a shard a clone, and is the whole unit's storage freed after backward?",
+    "parameters": "Is a shard a clone of its own part only, and is the whole unit's storage freed "
+    "after backward?",
     "gradients": "Are the whole gradients let go (p.grad = None) once they are reduced?",
     "optimizer": "Does local_parameters() return shards only?",
 }

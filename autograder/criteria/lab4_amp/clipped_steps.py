@@ -9,10 +9,10 @@ import numpy as np
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
-from autograder.criteria.criterion import Case, Finding
-from autograder.criteria.lab4_amp import replay
+from autograder.criteria.criterion import Case, Finding, named_ranks
+from autograder.criteria.lab4_amp import expected_steps
+from autograder.criteria.lab4_amp.expected_steps import Base, Step, near
 from autograder.criteria.lab4_amp.recorded import GAMMA, LR, halves
-from autograder.criteria.lab4_amp.replay import Base, Step, near
 
 
 def _clipped(update: np.ndarray, limit: float | None) -> np.ndarray:
@@ -23,7 +23,7 @@ def _clipped(update: np.ndarray, limit: float | None) -> np.ndarray:
 def judge_clip(case: Case) -> Iterator[Finding]:
     """The norm of the unscaled gradient of the whole step is clipped."""
     for rank, answer in enumerate(case.answers):
-        plain, pair = (replay.base_of(case, name, rank) for name in ("plain", "pair"))
+        plain, pair = (expected_steps.base_of(case, name, rank) for name in ("plain", "pair"))
         found = _clip_finding(case, "one", rank, plain or Base())
         found = found or _clip_finding(case, "zero", rank, plain or Base())
         # Several batches a step are judged here only if a step works that does not clip.
@@ -41,18 +41,18 @@ def judge_clip(case: Case) -> Iterator[Finding]:
 
 
 def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | None:
-    settings, steps = case.inputs[0]["settings"][name], replay.all_steps(case, name)[rank]
-    wrong = replay.wrong_steps(case, name, rank)
+    settings, steps = case.inputs[0]["settings"][name], expected_steps.all_steps(case, name)[rank]
+    wrong = expected_steps.wrong_steps(case, name, rank)
     if wrong or steps is None:
         return wrong or Finding("no steps came back.", rank)
     limit = settings["max_norm"]
     for number, step in enumerate(steps):
-        whole = replay.expected_update(case, name, step, base, rank)
+        whole = expected_steps.expected_update(case, name, step, base, rank)
         right = _clipped(whole, limit)
         if step.taken and near(step.update, right):
             continue
         each = [
-            replay.expected_update(
+            expected_steps.expected_update(
                 case, name, Step([n], True, step.lr, step.before, step.update), base, rank
             )
             / len(step.batches)
@@ -69,11 +69,11 @@ def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | Non
             (whole, "That is what comes out without any clipping."),
             (
                 _in_turn(each, limit),
-                "Each batch was clipped, and the step was not: clip once, after the last backward.",
+                "The gradient was clipped after each batch. Clip once, after the last backward.",
             ),
             (
-                _clipped(_in_turn(each, limit), limit),
-                "The gradient was clipped after each batch. Clip once, after the last backward.",
+                np.sum([_clipped(update, limit) for update in each], axis=0),
+                "Each batch was clipped, and the step was not: clip once, after the last backward.",
             ),
             (
                 np.concatenate([_clipped(p, limit) for p in np.split(whole, ends)]),
@@ -91,8 +91,8 @@ def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | Non
                 why = reason
                 break
         norm = f"norm {np.linalg.norm(whole):.4g}, max_norm {limit:.4g}"
-        what = f"{replay.step_name(name, number)}, {norm}"
-        return replay.update_finding(what, step, right, rank, why)
+        what = f"{expected_steps.step_name(name, number)}, {norm}"
+        return expected_steps.update_finding(what, step, right, rank, why)
     return None
 
 
@@ -112,7 +112,7 @@ def judge_skips(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         found = _skip_finding(case, "main", rank) or _history_finding(case, rank)
         # Several batches a step are judged here only if a step works that does not overflow.
-        if found is None and replay.base_of(case, "pair", rank) is not None:
+        if found is None and expected_steps.base_of(case, "pair", rank) is not None:
             if raised := told(answer, "two/raised"):
                 found = Finding(f"accumulate=2, with an overflow: raised {raised}.", rank)
             else:
@@ -135,9 +135,9 @@ def _other_finding(case: Case, rank: int) -> Finding | None:
             rank,
         )
     for name, what in (("bf16", "dtype=torch.bfloat16"), ("limited", "max_norm")):
-        for number, step in enumerate(replay.all_steps(case, name)[rank] or ()):
-            known = replay.valid(case, name, step)
-            if known and step.taken and replay.overflows(case, name, step):
+        for number, step in enumerate(expected_steps.all_steps(case, name)[rank] or ()):
+            known = expected_steps.valid(case, name, step)
+            if known and step.taken and expected_steps.overflows(case, name, step):
                 return Finding(
                     f"{what}: step {number} was taken, though the loss was inf on all ranks. The "
                     "scaler takes part in every precision, with max_norm and without.",
@@ -151,17 +151,17 @@ def _old_finding(case: Case, rank: int) -> Finding | None:
 
     What is wrong in every step is charged by a different criterion.
     """
-    steps = replay.all_steps(case, "limit")[rank] or []
-    if not steps or not all(replay.valid(case, "limit", s) and s.taken for s in steps):
+    steps = expected_steps.all_steps(case, "limit")[rank] or []
+    if not steps or not all(expected_steps.valid(case, "limit", s) and s.taken for s in steps):
         return None
     for base in (Base(), Base(local=True)):
-        rights = [replay.expected_update(case, "limit", s, base, rank) for s in steps]
+        rights = [expected_steps.expected_update(case, "limit", s, base, rank) for s in steps]
         first, *later = (
-            replay.factor_between(s.update, right) is not None
+            expected_steps.factor_between(s.update, right) is not None
             for s, right in zip(steps, rights, strict=True)
         )
         if not first and later and all(later):
-            return replay.update_finding(
+            return expected_steps.update_finding(
                 "step 0, where the parameters had gradients before train_amp was called",
                 steps[0],
                 rights[0],
@@ -173,7 +173,10 @@ def _old_finding(case: Case, rank: int) -> Finding | None:
 
 def _history_finding(case: Case, rank: int) -> Finding | None:
     """A finding if the losses of steps that were left out are missing."""
-    losses, steps = told(case.answers[rank], "main/losses"), replay.all_steps(case, "main")[rank]
+    losses, steps = (
+        told(case.answers[rank], "main/losses"),
+        expected_steps.all_steps(case, "main")[rank],
+    )
     taken = [step for step in steps or () if step.taken]
     if steps is None or not isinstance(losses, list) or len(losses) != len(taken) != len(steps):
         return None
@@ -186,24 +189,24 @@ def _history_finding(case: Case, rank: int) -> Finding | None:
 
 def _skip_finding(case: Case, name: str, rank: int) -> Finding | None:
     """What is wrong with the steps taken and left out; a gradient's size is not judged here."""
-    steps = replay.all_steps(case, name)[rank]
-    wrong = replay.wrong_steps(case, name, rank)
+    steps = expected_steps.all_steps(case, name)[rank]
+    wrong = expected_steps.wrong_steps(case, name, rank)
     if wrong or steps is None:
         return wrong or Finding("no steps came back.", rank)
     taken, before = 0, ""
     local = _is_local(case, name, steps, rank)
     for number, step in enumerate(steps):
         bad, what = (
-            replay.overflows(case, name, step, rank if local else None),
-            replay.step_name(name, number),
+            expected_steps.overflows(case, name, step, rank if local else None),
+            expected_steps.step_name(name, number),
         )
         if bad:
             before = f" since {what}, which overflowed"
             if step.taken:
-                who = "rank " + " and ".join(map(str, bad))
+                who = named_ranks(bad)
                 return Finding(
-                    f"{what} was taken, though a loss on {who} was inf. Leave it to "
-                    "scaler.step(optimizer) whether a step is taken.",
+                    f"dtype=None, {what} was taken, though a loss on {who} was inf. Leave it to "
+                    "scaler.step(optimizer) whether a step is taken, in every precision.",
                     rank,
                 )
             continue
@@ -218,19 +221,14 @@ def _skip_finding(case: Case, name: str, rank: int) -> Finding | None:
                 ),
                 rank,
             )
-        right = replay.expected_update(case, name, step, Base(local), rank)
-        if replay.factor_between(step.update, right) is None:
-            return replay.update_finding(
+        right = expected_steps.expected_update(case, name, step, Base(local), rank)
+        if expected_steps.factor_between(step.update, right) is None:
+            return expected_steps.update_finding(
                 what, step, right, rank, "Clear the gradients before every step."
             )
         expected = LR * GAMMA**taken
         if not _near(step.lr, expected):
-            return Finding(
-                f"{what} had the learning rate {step.lr:.6g}; after {taken} steps that were taken "
-                f"expected {expected:.6g}. Call scheduler.step() once after each step that was "
-                "taken, and only then.",
-                rank,
-            )
+            return _rate_finding(what, step, expected, taken, rank)
         taken += 1
     got, expected = told(case.answers[rank], f"{name}/lr"), LR * GAMMA**taken
     if not _near(got, expected):
@@ -243,15 +241,29 @@ def _skip_finding(case: Case, name: str, rank: int) -> Finding | None:
     return None
 
 
+def _rate_finding(what: str, step: Step, expected: float, taken: int, rank: int) -> Finding:
+    hint = "Call scheduler.step() once after each step that was taken, and only then."
+    if step.lr > expected:
+        hint = (
+            "After a step that was taken scheduler.step() was not called: scaler.step() tells "
+            "which are; the scale may grow as well after a step that was taken."
+        )
+    return Finding(
+        f"{what} had the learning rate {step.lr:.6g}; expected {expected:.6g}, as {taken} of the "
+        f"steps before were taken. {hint}",
+        rank,
+    )
+
+
 def _is_local(case: Case, name: str, steps: list[Step], rank: int) -> bool:
     """Whether the first step that was taken has this rank's own gradient, not the mean."""
     first = next((step for step in steps if step.taken), None)
-    if first is None or not replay.valid(case, name, first):
+    if first is None or not expected_steps.valid(case, name, first):
         return False
     return all(
-        (replay.factor_between(first.update, right) is None) is not local
+        (expected_steps.factor_between(first.update, right) is None) is not local
         for local in (False, True)
-        for right in [replay.expected_update(case, name, first, Base(local), rank)]
+        for right in [expected_steps.expected_update(case, name, first, Base(local), rank)]
         if np.isfinite(right).all()
     )
 

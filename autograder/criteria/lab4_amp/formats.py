@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from autograder.criteria.common.answers import described, item_of, told
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.common.answers import described, item_of, short, told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
 from autograder.criteria.lab4_amp.scaler import same
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -84,7 +84,7 @@ def judge_share(case: Case) -> Iterator[Finding]:
                 hint = _explain_share(got, values, setting, inputs[f"v{number}"].size)
                 yield Finding(
                     f"{setting['dtype']}, scale {setting['scale']:g}: expected {expected:.4f}, "
-                    f"got {got}.{hint}",
+                    f"got {short(got)}.{hint}",
                     rank,
                 )
                 break
@@ -113,11 +113,17 @@ def _explain_share(got: Any, values: np.ndarray, setting: Values, size: int) -> 
     early = _share(values, dtype)
     of_all = right * len(values) / size
     zeros = (right * len(values) + size - len(values)) / size
+    infinite = right + float((scaled > LARGEST.get(dtype, math.inf)).mean())
+    below = float((scaled < LOST_UP_TO[dtype]).mean())
+    still = _share(scaled[scaled > 0], dtype) if scaled.any() else 0.0
     for share, reason in (
         (flushed, " Subnormal numbers are not lost: fp16 goes on down to 6e-8."),
         (early, " Scale first, in the dtype that the numbers have, and round after that."),
         (of_all, " The share is of the numbers that were not 0 before."),
         (zeros, " Numbers that were 0 before are not lost."),
+        (infinite, " What becomes inf is not lost."),
+        (below, " Exactly half of the smallest number becomes 0 as well."),
+        (still, " What becomes 0 already when it is scaled, in float32, is lost as well."),
     ):
         if abs(got - share) <= 1e-6:
             return reason
@@ -193,24 +199,27 @@ def judge_safe(case: Case) -> Iterator[Finding]:
             got = item_of(told(answer, "scales"), number)
             if isinstance(got, float) and math.isclose(got, expected, rel_tol=1e-6):
                 continue
-            hint = ""
-            if per_rank[rank] > 0 and got == _power(name, per_rank[rank]):
-                hint = " That is right for this rank alone: take the largest entry of all ranks."
-            elif not isinstance(got, float):
+            hint, everyone = "", [item_of(told(a, "scales"), number) for a in case.answers]
+            apart = any(other != got for other in everyone)
+            if not isinstance(got, float):
                 hint = " A Python float is asked for."
             elif got == _power(name, _largest_positive(case.inputs, number)):
                 hint = " Look at absolute values: the entry is negative."
+            elif apart and per_rank[rank] > 0 and got == _power(name, per_rank[rank]):
+                hint = " That is right for this rank alone: take the largest entry of all ranks."
             elif got > 0 and math.log2(got) % 1:
                 hint = " That is no power of two."
             elif got > expected:
                 hint = " With this scale the entry overflows."
             elif got < expected:
                 hint = " With twice this scale nothing overflows yet."
-            if len({len(_gradients(inputs, number)) for inputs in case.inputs}) > 1:
+                if max(per_rank) * expected == LARGEST[name]:
+                    hint = " The largest number itself may be reached."
+            if apart and len({len(_gradients(inputs, number)) for inputs in case.inputs}) > 1:
                 hint += " (Ranks have different numbers of tensors here.)"
             yield Finding(
-                f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
-                f"got {got}.{hint}",
+                f"{name}, largest entry {max(per_rank):.9g}: expected the scale {expected:g}, "
+                f"got {short(got)}.{hint}",
                 rank,
             )
 
@@ -243,22 +252,22 @@ CHOICES: dict[str, tuple[list[Any], tuple[bool, bool, Any], tuple[bool, bool, An
     "every device has bf16": (BF16, (True, True, None), (True, True, None)),
     "every device has bf16, none has fp16": (BF16, (True, False, None), (True, False, None)),
     "every device has bf16; {} met 1e6": (BF16, (True, True, None), (True, True, 1e6)),
-    "{} has no bf16; all have fp16": (FP16, (True, True, None), (False, True, None)),
+    "all have fp16, all but {} have bf16": (FP16, (True, True, None), (False, True, None)),
     "no device has bf16, all have fp16": (FP16, (False, True, None), (False, True, None)),
-    "no device has bf16; {} has no fp16 either": (
+    "no device has bf16, all but {} have fp16": (
         NEITHER, (False, True, None), (False, False, None)
     ),
-    "{} has fp16 but no bf16, the others bf16 only": (
+    "fp16 alone on {}, bf16 alone on the others": (
         NEITHER, (True, False, None), (False, True, None)
     ),
     "no device has bf16 or fp16": (NEITHER, (False, False, None), (False, False, None)),
-    "no device has bf16; {} met half of fp16's largest number": (
+    "no device has bf16; {} met 32752, half of fp16's largest number": (
         FP16, (False, True, None), (False, True, HALF_OF_FP16)
     ),
-    "no device has bf16; {} met a bit less than half of fp16's largest number": (
+    "no device has bf16; {} met 32744, a bit less than half of fp16's largest number": (
         FP16, (False, True, None), (False, True, HALF_OF_FP16 - 8)
     ),
-    "no device has bf16; {} met a bit more than half of fp16's largest number": (
+    "no device has bf16; {} met 32752.002, a bit more than half of fp16's largest number": (
         NEITHER, (False, True, None), (False, True, HALF_OF_FP16 + JUST)
     ),
     "no device has bf16; {} met 2e5": (NEITHER, (False, True, None), (False, True, 2e5)),
@@ -305,10 +314,25 @@ def judge_choice(case: Case) -> Iterator[Finding]:
         for number, (kind, odd) in enumerate(inputs["calls"]):
             expected, got = CHOICES[kind][0], item_of(told(answer, "choices"), number)
             if got != expected:
-                who = kind.format("rank " + " and rank ".join(map(str, odd)))
+                everyone = [item_of(told(a, "choices"), number) for a in case.answers]
+                alone = any(choice != got for choice in everyone) or same(
+                    told(answer, "choices"), [_choice_by(*f) for f in case.inputs[0]["facts"]]
+                )
                 yield Finding(
-                    f"{who}: expected (dtype, needs a scaler) = {expected}, got {got}. All ranks "
-                    "have to choose alike, from the facts of all.",
+                    f"{kind.format(named_ranks(odd))}: expected (dtype, needs a scaler) = "
+                    f"{_shown(expected)}, got {_shown(got)}."
+                    + (" All ranks have to choose alike, from the facts of all." if alone else ""),
                     rank,
                 )
                 break
+
+
+def _choice_by(has_bf16: bool, has_fp16: bool, largest: float) -> list[Any]:
+    """What the facts of a single rank would decide."""
+    if has_bf16:
+        return BF16
+    return FP16 if has_fp16 and largest <= HALF_OF_FP16 else NEITHER
+
+
+def _shown(choice: Any) -> str:
+    return f"({choice[0]}, {choice[1]})" if isinstance(choice, list) else str(choice)

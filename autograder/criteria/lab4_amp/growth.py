@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autograder.criteria.common.answers import item_of, told
+from autograder.criteria.common.answers import item_of, short, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab4_amp.scaler import (
     draw_gradients,
@@ -92,8 +92,6 @@ def scales_of(settings: Values, steps: Sequence[bool], rule: str = "right") -> l
     scale, streak, interval = settings["init_scale"], 0, settings["growth_interval"]
     if rule in ("one late", "one early"):
         interval += 1 if rule == "one late" else -1
-    if rule == "total":
-        return _by_total(settings, steps)
     scales = []
     for overflow in steps:
         if overflow:
@@ -109,28 +107,15 @@ def scales_of(settings: Values, steps: Sequence[bool], rule: str = "right") -> l
     return scales
 
 
-def _by_total(settings: Values, steps: Sequence[bool]) -> list[float]:
-    """The scale that grows after every growth_interval-th good step, in a row or not."""
-    scale, count, scales = settings["init_scale"], 0, []
-    for overflow in steps:
-        count += not overflow
-        if overflow:
-            scale *= settings["backoff_factor"]
-        elif count % settings["growth_interval"] == 0:
-            scale *= settings["growth_factor"]
-        scales.append(scale)
-    return scales
-
-
 GROWTH_MISTAKES = {
     "never": "The scale never grew: after growth_interval good steps in a row it has to.",
     "every step": "The scale grew after every good step, not after growth_interval of them.",
     "no backoff": "The scale did not back off after an overflow.",
-    "streak goes on": "An overflow starts the count of good steps again, from 0.",
+    "streak goes on": "Good steps count only if they come in a row: an overflow starts the count "
+    "again from 0.",
     "streak not reset": "After the scale has grown the count starts again, from 0.",
     "one late": "The scale grew one step too late.",
     "one early": "The scale grew one step too early.",
-    "total": "Good steps count only if they come in a row: an overflow starts the count again.",
     "halves": "An overflow multiplies the scale by backoff_factor, not by 1/2.",
     "doubles": "The scale grows by growth_factor, not by 2.",
 }
@@ -147,8 +132,8 @@ def judge_grows(case: Case) -> Iterator[Finding]:
             place = _first_difference(got, expected)
             if place is None:
                 continue
-            reason = " ".join(
-                reason
+            reason = "".join(
+                f" {reason}"
                 for rule, reason in GROWTH_MISTAKES.items()
                 if all(
                     _first_difference(other, scales_of(r["settings"], r["steps"], rule)) is None
@@ -158,7 +143,7 @@ def judge_grows(case: Case) -> Iterator[Finding]:
             kinds = "".join("x" if overflow else "." for overflow in steps[: place + 1])
             yield Finding(
                 f"{_call(settings)}, after the steps {kinds} (x: overflow): expected the scale "
-                f"{expected[place]:g}, got {item_of(got, place)}. {reason}",
+                f"{expected[place]:g}, got {short(item_of(got, place))}.{reason}",
                 rank,
             )
             break
@@ -261,20 +246,33 @@ def judge_state(case: Case) -> Iterator[Finding]:
                 rank,
             )
             continue
-        for number, who in enumerate(("a new scaler", "a scaler with settings of its own")):
+        for number, who in enumerate(("a new scaler", "a scaler that was used before")):
             loaded = item_of(told(answer, "loaded"), number)
             restored = item_of(told(answer, "restored"), number)
             if not isinstance(saved, float) or saved != loaded:
+                hint = ""
+                if loaded == goes_on[-1]:
+                    hint = (
+                        " Steps after state_dict() have changed the dict that it returned: it has "
+                        "to be a new one."
+                    )
                 yield Finding(
-                    f"scale when saved: {saved}, after load_state_dict into {who}: {loaded}.", rank
+                    f"scale when saved: {short(saved)}, after load_state_dict into {who}: "
+                    f"{short(loaded)}.{hint}",
+                    rank,
                 )
                 break
             if (place := _first_difference(restored, goes_on)) is not None:
+                hint = "The count of good steps and the three settings belong to the state as well."
+                if number:  # into a new one it was restored rightly
+                    hint = (
+                        "Into a new scaler it is restored rightly; load_state_dict has to replace "
+                        "the settings and the count of good steps that a used one has."
+                    )
                 yield Finding(
-                    f"restored into {who}, {place + 1} steps later the scale is "
-                    f"{item_of(restored, place)}; the scaler that was saved has "
-                    f"{goes_on[place]:g}. The count of good steps and the three settings belong to "
-                    "the state as well.",
+                    f"restored into {who}, step {place + 1} after that leaves the scale at "
+                    f"{short(item_of(restored, place))}; that of the scaler that was saved is "
+                    f"{goes_on[place]:g}. {hint}",
                     rank,
                 )
                 break

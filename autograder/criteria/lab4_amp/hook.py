@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common.answers import described, told
 from autograder.criteria.common.charged import reaches_all
-from autograder.criteria.common.places import on_cpu
+from autograder.criteria.common.places import EACH_ALONE, on_cpu
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
@@ -191,7 +191,8 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                         rank,
                     )
                     break
-                hint = _explain(got, expected, case.world_size) or (
+                own = local[rank].ravel()[: expected.size].reshape(expected.shape)
+                hint = _explain(got, expected, own, case.world_size) or (
                     "Is it the mean? And does each bucket have a 16-bit tensor of its own until "
                     "its all-reduce has ended?"
                 )
@@ -217,15 +218,21 @@ def judge_mean(case: Case) -> Iterator[Finding]:
                     )
 
 
-def _explain(got: Any, expected: np.ndarray, world_size: int) -> str:
+def _explain(got: Any, expected: np.ndarray, own: np.ndarray, world_size: int) -> str:
     if not isinstance(got, np.ndarray) or got.shape != expected.shape:
         return ""
     finite = np.isfinite(got)
     if not finite.any():
-        return ""
-    got, expected = got[finite], expected[finite]
+        return "No value is finite. Has what travels the dtype that make_compress_hook was given?"
+    got, expected, own = got[finite], expected[finite], own[finite]
     if world_size > 1 and np.allclose(got, expected * world_size, rtol=0.02):
-        return f"That is {world_size} times the mean."
+        return f"That is {world_size} times the mean. {EACH_ALONE}"
+    for divisor, how in ((1, ""), (world_size, f", divided by {world_size}")):
+        if world_size > 1 and np.allclose(got, own / divisor, rtol=0.02):
+            return (
+                f"That is this rank's own gradient{how}: nothing was added up. Does the "
+                "all-reduce take all ranks?"
+            )
     if world_size != 2 and np.allclose(got, expected * world_size / 2, rtol=0.02):
         return "That is the sum divided by 2: is the number of ranks written into the code?"
     if not finite.all() and np.allclose(got, expected, rtol=0.02):

@@ -2,8 +2,9 @@
 
 The loop gets the grader's scaler, so a mistake in the student's own scaler costs no points here.
 Each criterion compares every recorded step with what it should do from where it began
-(`replay.py`). A criterion about a feature also records plain steps without it, and asks only that
-the feature does what it should to those: what is wrong in plain steps costs `amp_loop_fp16` alone.
+(`expected_steps.py`). A criterion about a feature also records plain steps without it, and asks
+only that the feature does what it should to those: what is wrong in plain steps costs
+`amp_loop_fp16` alone.
 
 Choices that the text leaves, all of which pass: one backward for each batch, or one for the step;
 `no_sync` or not; losses or gradients divided by `accumulate`; clipped after `unscale_`, or scaled
@@ -19,7 +20,7 @@ import numpy as np
 
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Values
-from autograder.criteria.lab4_amp import replay
+from autograder.criteria.lab4_amp import expected_steps
 from autograder.criteria.lab4_amp.recorded import LR, attempt, run
 
 SIZES = (5, 8, 2)
@@ -103,7 +104,9 @@ def draw_clip(draw: Draw) -> list[Values]:
         for n, is_large in enumerate(large):
             for values in inputs:
                 values[f"y/{name}/{n}"] *= np.float32(9.0 if is_large else 0.3)
-            norms[is_large].append(float(np.linalg.norm(replay.gradient(case, name, [n], at))))
+            norms[is_large].append(
+                float(np.linalg.norm(expected_steps.gradient(case, name, [n], at)))
+            )
     low, high = max(norms[0]), min(norms[1])
     for name in sizes:
         runs[name]["max_norm"] = low + 0.25 * (high - low)

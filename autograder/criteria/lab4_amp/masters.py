@@ -115,8 +115,8 @@ def judge(case: Case) -> Iterator[Finding]:
                 if still and i != UNTOUCHED:
                     hint = (
                         "They have not moved: each update is less than half the distance to the "
-                        f"next {name} number. Add up the updates in float32, in copies that live "
-                        "as long as the optimizer."
+                        f"next {name} number. Add up the updates in float32 masters that go on "
+                        "from their own last value, and are never read back from the parameters."
                     )
                 elif i == SOMETIMES:
                     hint = (

@@ -186,6 +186,11 @@ def described_integer(value: Any) -> Any:
     return int(value) if is_integer else f"{described(value)}"
 
 
+def _counters(num_layers: int) -> int:
+    """Bytes of AdamW's step counters: a float32 for each weight and bias."""
+    return 2 * num_layers * 4
+
+
 def expected_bytes(case: Values) -> dict[str, int]:
     """Bytes of each part."""
     a, b, c, d = case["sizes"]
@@ -195,7 +200,7 @@ def expected_bytes(case: Values) -> dict[str, int]:
     trained = [numel for i, numel in enumerate(layers) if frozen != i]
     held = trained[1:] if case["left out"] else trained
     states = {"AdamW": 2, "SGD": 1, "plain SGD": 0}[case["optimizer"]]
-    counters = 2 * len(held) * 4 if case["optimizer"] == "AdamW" else 0  # a float32 each
+    counters = _counters(len(held)) if case["optimizer"] == "AdamW" else 0
     others = (states * LOSS_WEIGHTS + 1) * 4 if case["loss weight"] else 0  # with its counter
     # Each linear layer saves its input if its weight is trained, and its weight if its input needs
     # a gradient. A saved parameter does not count as "saved", but autocast's 16-bit copy of a
@@ -220,10 +225,21 @@ def expected_bytes(case: Values) -> dict[str, int]:
 _HINTS = {
     "parameters": "numel × element_size of every parameter, frozen ones as well.",
     "gradients": "Those that there are after backward; what is frozen or not used has none.",
-    "optimizer": "All tensors in optimizer.state, after a step: AdamW's step counters as well.",
+    "optimizer": "All tensors in optimizer.state, after a step.",
     "saved": "What autograd packs during compute_loss(), whatever its dtype: each storage once, in "
     "full, and none that belongs to a parameter, frozen ones included.",
 }
+
+
+def _explain(net: Values, key: str, expected: int, got: Any) -> str:
+    off = got - expected if isinstance(got, int) else 0
+    width = 2 if net["precision"] == "bfloat16" else 4
+    if key == "parameters" and net["gated"] and off == net["sizes"][1] * width:
+        return "A buffer was counted; it is no parameter."
+    held = 3 - (net["frozen"] is not None) - bool(net["left out"])
+    if key == "optimizer" and -off in (_counters(held), _counters(held) + 4):
+        return "AdamW's step counters are tensors in optimizer.state, too."
+    return _HINTS[key]
 
 
 def judge_memory(case: Case) -> list[Finding]:
@@ -259,8 +275,8 @@ def judge_memory(case: Case) -> list[Finding]:
                     findings.append(
                         Finding(
                             f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
-                            f"{net['optimizer']}{_special(net)}: expected {expected} bytes of "
-                            f"{key}, got {got}. {_HINTS[key]}",
+                            f"{net['optimizer']}{_special(net)}: {key!r}: expected {expected} "
+                            f"bytes, got {got}. {_explain(net, key, expected, got)}",
                             rank,
                         )
                     )

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import described, told
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.common.answers import described, short, told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
 from autograder.criteria.lab4_amp.scaler import (
     LR,
     NEVER,
@@ -195,6 +195,29 @@ def _finite(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isfinite(array).all())
 
 
+def _first_apart(got: Any, first: Any) -> str:
+    """Where the scales of a rank leave those of rank 0."""
+    if isinstance(got, list) and isinstance(first, list):
+        for step, (one, other) in enumerate(zip(got, first, strict=False)):
+            if one != other:
+                return f"after step {step} the scale is {short(one)}, on rank 0 {short(other)}"
+    return f"scales after each step: {got}, on rank 0 {first}"
+
+
+def _who_stepped(case: Case, step: int) -> str:
+    """Whether the ranks disagreed, or agreed on the wrong thing."""
+    left = [answer.get(f"{step}/{i}") for answer in case.answers for i in range(len(SHAPES))]
+    if any(isinstance(value, np.ndarray) and not _finite(value) for value in left):
+        return (
+            "A rank that overflowed stepped as well: one that overflows is enough for all to leave "
+            "the step out, whichever it is, and however many there are."
+        )
+    return (
+        "No rank may when one of them overflows: without an agreement the others step, and weights "
+        "differ from rank to rank."
+    )
+
+
 def judge_agrees(case: Case) -> Iterator[Finding]:
     """If one rank overflows, no rank steps; the scale is the same on all ranks.
 
@@ -211,14 +234,17 @@ def judge_agrees(case: Case) -> Iterator[Finding]:
         before: list[Any] = oracle.parameters_of(inputs)
         for step, bad in enumerate(overflowed):
             after: list[Any] = [answer.get(f"{step}/{i}") for i in range(len(SHAPES))]
-            who = "rank " + " and ".join(map(str, bad)) if bad else "no rank"
+            who = named_ranks(bad) if bad else "no rank"
             called = "unscale_ and step" if unscale[step] else "step"
             what = f"step {step} ({called}), where {who} overflowed"
             if any(
                 not isinstance(a, np.ndarray) or a.shape != shape or not _finite(a)
                 for a, shape in zip(after, SHAPES, strict=True)
             ):
-                yield Finding(f"{what}: the parameters are not finite numbers.", rank)
+                yield Finding(
+                    f"{what}: the parameters are not finite numbers. {_who_stepped(case, step)}",
+                    rank,
+                )
                 break
             taken = not any(
                 all(
@@ -228,18 +254,15 @@ def judge_agrees(case: Case) -> Iterator[Finding]:
                 for kept in (1.0, 1 - LR * WEIGHT_DECAY)
             )
             if taken == bool(bad):
-                hint = (
-                    "this rank stepped. No rank may when one of them overflows: without an "
-                    "agreement the others step, and weights differ from rank to rank."
-                    if bad
-                    else "this rank did not step; every rank has to."
-                )
+                hint = "this rank did not step; every rank has to."
+                if bad:
+                    hint = f"this rank stepped. {_who_stepped(case, step)}"
                 yield Finding(f"{what}: {hint}", rank)
                 break
             before = after
         if not isinstance(scales[rank], list) or not same(scales[rank], scales[0]):
             yield Finding(
-                f"scales after each step: {scales[rank]}, on rank 0 {scales[0]}. Ranks with other "
-                "scales add up gradients of different sizes.",
+                f"{_first_apart(scales[rank], scales[0])}. Ranks with different scales add up "
+                "gradients of different sizes.",
                 rank,
             )

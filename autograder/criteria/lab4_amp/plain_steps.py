@@ -6,21 +6,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autograder.criteria.common.answers import as_number, told
+from autograder.criteria.common.answers import as_number, short, told
 from autograder.criteria.criterion import Case, Finding
-from autograder.criteria.lab4_amp import replay
+from autograder.criteria.lab4_amp import expected_steps
+from autograder.criteria.lab4_amp.expected_steps import Base, Step, near
 from autograder.criteria.lab4_amp.loop import BF16_RTOL, HALF_RTOL, TINY
 from autograder.criteria.lab4_amp.recorded import BACKOFF, GROWTH
-from autograder.criteria.lab4_amp.replay import Base, Step, near
 
 # --- judge ---------------------------------------------------------------------------------------
 
 
 def judge_fp16(case: Case) -> Iterator[Finding]:
     """Every step is one with the mean gradient, and the returned losses are unscaled."""
-    everyone = replay.all_steps(case, "main")
+    everyone = expected_steps.all_steps(case, "main")
     for rank, steps in enumerate(everyone):
-        wrong = replay.wrong_steps(case, "main", rank, strict=True)
+        wrong = expected_steps.wrong_steps(case, "main", rank, strict=True)
         if wrong or steps is None:
             yield wrong or Finding("no steps came back.", rank)
             continue
@@ -28,11 +28,11 @@ def judge_fp16(case: Case) -> Iterator[Finding]:
             if not step.taken:
                 yield Finding(f"step {number} was left out; all gradients were finite.", rank)
                 break
-            right = TINY * replay.expected_update(case, "main", step, Base(), rank)
+            right = TINY * expected_steps.expected_update(case, "main", step, Base(), rank)
             if not near(step.update, right, HALF_RTOL):
-                why = _explain_fp16(case, step, right, rank)
-                yield replay.update_finding(
-                    replay.step_name("main", number), step, right, rank, why
+                why = _explain(case, "main", step, right, rank)
+                yield expected_steps.update_finding(
+                    expected_steps.step_name("main", number), step, right, rank, why
                 )
                 break
         yield from _loss_findings(case, "main", rank, steps, TINY, HALF_RTOL)
@@ -41,20 +41,24 @@ def judge_fp16(case: Case) -> Iterator[Finding]:
 
 def _bf16_finding(case: Case, rank: int) -> Iterator[Finding]:
     """In bf16 gradients are scaled and unscaled as in fp16; the dtype is judged elsewhere."""
-    for number, step in enumerate(replay.all_steps(case, "bf16")[rank] or ()):
-        if not replay.valid(case, "bf16", step) or not step.taken:
+    for number, step in enumerate(expected_steps.all_steps(case, "bf16")[rank] or ()):
+        if not expected_steps.valid(case, "bf16", step) or not step.taken:
             continue
-        right = replay.expected_update(case, "bf16", step, Base(), rank)
+        right = expected_steps.expected_update(case, "bf16", step, Base(), rank)
         if not near(step.update, right, BF16_RTOL):
-            why = "In bf16 the scaler takes part as in fp16: scale, unscale_, step and update."
-            yield replay.update_finding(f"bf16, step {number}", step, right, rank, why)
+            why = _explain(case, "bf16", step, right, rank)
+            yield expected_steps.update_finding(f"bf16, step {number}", step, right, rank, why)
             return
 
 
-def _explain_fp16(case: Case, step: Step, right: np.ndarray, rank: int) -> str:
-    scale, own = case.inputs[0]["settings"]["main"]["scale"], Base(local=True)
-    local = TINY * replay.expected_update(case, "main", step, own, rank)
-    if np.abs(step.update).max() < 0.01 * np.abs(right).max():
+def _explain(case: Case, run: str, step: Step, right: np.ndarray, rank: int) -> str:
+    """Why an update of the run "main" (fp16, a tiny loss) or "bf16" is not the right one."""
+    scale, is_fp16 = case.inputs[0]["settings"][run]["scale"], run == "main"
+    local = expected_steps.expected_update(case, run, step, Base(local=True), rank)
+    local *= TINY if is_fp16 else 1.0
+    if near(step.update, right / scale, BF16_RTOL) and not is_fp16:
+        return "In bf16 the scaler takes part as in fp16: scale, unscale_, step and update."
+    if is_fp16 and np.abs(step.update).max() < 0.01 * np.abs(right).max():
         return (
             "The gradients of this loss are below what fp16 can hold: scale the loss, backward "
             "through the scaled one, and let the scaler take the step."
@@ -69,7 +73,7 @@ def _explain_fp16(case: Case, step: Step, right: np.ndarray, rank: int) -> str:
         (right * case.world_size, "That is the sum over the ranks. DDP's gradients are means."),
         (right / case.world_size, "That is the mean over ranks divided by their number once more."),
     ):
-        if near(step.update, expected, HALF_RTOL):
+        if near(step.update, expected, HALF_RTOL if is_fp16 else BF16_RTOL):
             return reason
     return ""
 
@@ -94,13 +98,15 @@ def _loss_findings(
         if as_number(got) is None:
             yield Finding(f"the loss of step {number}: expected a finite float, got {got}.", rank)
             return
-        each = [factor * loss for loss in replay.batch_losses(case, name, step, rank)]
+        each = [factor * loss for loss in expected_steps.batch_losses(case, name, step, rank)]
         right = float(np.mean(each))
         if abs(got - right) <= rtol * abs(right):
             continue
         scale, everybody = case.inputs[0]["settings"][name]["scale"], []
         for r in range(case.world_size):
-            everybody += [factor * loss for loss in replay.batch_losses(case, name, step, r)]
+            everybody += [
+                factor * loss for loss in expected_steps.batch_losses(case, name, step, r)
+            ]
         why = ""
         for value, reason in (
             (right * scale, "That is the scaled loss."),
@@ -124,21 +130,21 @@ def _loss_findings(
 def judge_update(case: Case) -> Iterator[Finding]:
     """One update of the scale per step, after the step."""
     for rank, (answer, steps) in enumerate(
-        zip(case.answers, replay.all_steps(case, "main"), strict=True)
+        zip(case.answers, expected_steps.all_steps(case, "main"), strict=True)
     ):
-        wrong = replay.wrong_steps(case, "main", rank)
+        wrong = expected_steps.wrong_steps(case, "main", rank)
         if wrong or steps is None:
             yield wrong or Finding("no steps came back.", rank)
             continue
-        base = replay.base_of(case, "plain", rank) or Base()
+        base = expected_steps.base_of(case, "plain", rank) or Base()
         scale, told_scale = case.inputs[0]["settings"]["main"]["scale"], told(answer, "main/scale")
         for number, step in enumerate(steps):
-            if replay.overflows(case, "main", step):
+            if expected_steps.overflows(case, "main", step):
                 # A loop that takes this step by itself loses a different criterion.
                 scale *= GROWTH if step.taken and told_scale == scale * GROWTH else BACKOFF
                 continue
             scale *= GROWTH
-            right = replay.expected_update(case, "main", step, base, rank)
+            right = expected_steps.expected_update(case, "main", step, base, rank)
             if not step.taken or not near(step.update, right):
                 why = "The scale grows after every step here."
                 if near(step.update, right / GROWTH):
@@ -146,22 +152,29 @@ def judge_update(case: Case) -> Iterator[Finding]:
                         " The gradient was divided by the next scale, not by the one that its loss "
                         "was multiplied with: update() comes last."
                     )
-                yield replay.update_finding(
-                    replay.step_name("main", number), step, right, rank, why
+                yield expected_steps.update_finding(
+                    f"dtype=None, {expected_steps.step_name('main', number)}",
+                    step,
+                    right,
+                    rank,
+                    why,
                 )
                 break
         else:
             if _divides_late(case, rank, steps):
                 yield Finding(
-                    "the losses are right divided by the growth of the scale: they were divided by "
-                    "get_scale() after update(). The unscaled loss is loss.item().",
+                    "each loss is too small by the factor by which the scale has just grown: it "
+                    "was divided by get_scale() after update(). The unscaled loss is loss.item().",
                     rank,
                 )
             elif told_scale != scale:
+                began = case.inputs[0]["settings"]["main"]["scale"]
                 yield Finding(
-                    f"the scale after {len(steps)} steps, the last of which overflowed: expected "
-                    f"{scale:g}, got {told_scale}. Call update() once per step, "
-                    "also after one that was left out.",
+                    f"dtype=None: the scale after {len(steps)} steps, the last of which "
+                    f"overflowed: expected {scale:g}, got {short(told_scale)}"
+                    + (", with which it began" if told_scale == began else "")
+                    + ". Call update() once per step, in every precision, also after one that "
+                    "was left out.",
                     rank,
                 )
 
@@ -171,12 +184,12 @@ def _divides_late(case: Case, rank: int, steps: list[Step]) -> bool:
     if not isinstance(losses, list) or len(losses) != len(steps):
         return False
     taken = [
-        (as_number(got), replay.batch_losses(case, "main", step, rank)[0])
+        (as_number(got), expected_steps.batch_losses(case, "main", step, rank)[0])
         for got, step in zip(losses, steps, strict=True)
         if step.taken
     ]
     return bool(taken) and all(
-        got is not None and abs(GROWTH * got - right) <= replay.RTOL * abs(right)
+        got is not None and abs(GROWTH * got - right) <= expected_steps.RTOL * abs(right)
         for got, right in taken
     )
 
@@ -184,40 +197,40 @@ def _divides_late(case: Case, rank: int, steps: list[Step]) -> bool:
 def judge_accumulates(case: Case) -> Iterator[Finding]:
     """k batches per step give their mean gradient, one unscale, one step and one update."""
     for rank, answer in enumerate(case.answers):
-        plain, steps = (replay.all_steps(case, name)[rank] for name in ("plain", "main"))
-        wrong = replay.wrong_steps(case, "main", rank)
+        plain, steps = (expected_steps.all_steps(case, name)[rank] for name in ("plain", "main"))
+        wrong = expected_steps.wrong_steps(case, "main", rank)
         if wrong or steps is None:
             yield wrong or Finding("no steps came back.", rank)
             continue
         yield from _accumulation_finding(case, rank, steps)
         # What is wrong without accumulation, too, is charged by a different criterion.
-        if plain and not list(_loss_findings(case, "plain", rank, plain, 1.0, replay.RTOL)):
-            yield from _loss_findings(case, "main", rank, steps, 1.0, replay.RTOL)
+        if plain and not list(_loss_findings(case, "plain", rank, plain, 1.0, expected_steps.RTOL)):
+            yield from _loss_findings(case, "main", rank, steps, 1.0, expected_steps.RTOL)
         scale = case.inputs[0]["settings"]["main"]["scale"]
         if plain and told(answer, "plain/scale") == scale * GROWTH ** len(plain):
             expected = scale * GROWTH ** len(steps)
-            if told(answer, "main/scale") != expected:
+            if (got := told(answer, "main/scale")) != expected:
                 yield Finding(
                     f"the scale, which grows with each update here, after {len(steps)} steps: "
-                    f"expected {expected:g}, got {told(answer, 'main/scale')}. Call update() once "
-                    "per step, not once per batch.",
+                    f"expected {expected:g}, got {short(got)}. Call update() "
+                    "once per step, not once per batch.",
                     rank,
                 )
 
 
 def _accumulation_finding(case: Case, rank: int, steps: list[Step]) -> Iterator[Finding]:
     k = case.inputs[0]["settings"]["main"]["accumulate"]
-    base = replay.base_of(case, "plain", rank) or Base()
+    base = expected_steps.base_of(case, "plain", rank) or Base()
     for number, step in enumerate(steps):
         if not step.taken:
             yield Finding(f"step {number} was left out; all gradients were finite.", rank)
             return
-        right = replay.expected_update(case, "main", step, base, rank)
+        right = expected_steps.expected_update(case, "main", step, base, rank)
         if near(step.update, right):
             continue
         alone, own_alone = (
             [
-                replay.expected_update(
+                expected_steps.expected_update(
                     case, "main", Step([n], True, 1.0, step.before, right), of, rank
                 )
                 for n in step.batches
@@ -227,8 +240,8 @@ def _accumulation_finding(case: Case, rank: int, steps: list[Step]) -> Iterator[
         last, own = alone[-1], np.mean(own_alone, axis=0)
         rows = [len(case.inputs[rank][f"x/main/{n}"]) for n in step.batches]
         why = (
-            f"accumulate={k}: one unscale, step and update, after the last of the {k} batches. The "
-            "scale must not change while gradients add up."
+            f"One unscale, step and update, after the last of the {k} batches: the scale must not "
+            "change while gradients add up."
         )
         for expected, reason in (
             (k * right, "That is the sum over the batches, not their mean."),
@@ -252,5 +265,7 @@ def _accumulation_finding(case: Case, rank: int, steps: list[Step]) -> Iterator[
             if near(step.update, expected):
                 why = reason
                 break
-        yield replay.update_finding(f"accumulate={k}, step {number}", step, right, rank, why)
+        yield expected_steps.update_finding(
+            f"accumulate={k}, step {number}", step, right, rank, why
+        )
         return

@@ -232,6 +232,7 @@ def _first_wrong_value(rank: int, inputs: Values, answer: Values) -> Finding | N
 
 # --- unscale -------------------------------------------------------------------------------------
 
+BACKOFF = 0.125
 UNSCALE_CASES = {
     "explicit": "unscale_, then step",
     "implicit": "step alone, which has to unscale",
@@ -264,7 +265,7 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
     """Gradients after unscale_, parameters after step, and what a second unscale_ does."""
     answer: Values = {}
     for kind, scale in inputs["scales"].items():
-        scaler = scaler_class(init_scale=scale, backoff_factor=0.125, growth_interval=NEVER)
+        scaler = scaler_class(init_scale=scale, backoff_factor=BACKOFF, growth_interval=NEVER)
         parameters = make_parameters(inputs, context)
         optimizer = make_optimizer(parameters)
         if kind == "changed":
@@ -318,9 +319,8 @@ def _call_findings(answer: Values, rank: int) -> Iterator[Finding]:
         )
     elif late := [k for k in AFTER_STEP if not same(answer.get(f"late/{k}"), "RuntimeError")]:
         yield Finding(
-            f"{AFTER_STEP[late[0]]}, before update(): expected a RuntimeError of the last "
-            f"one, but {answer.get(f'late/{late[0]}')}. The gradients have been divided "
-            "already, by whichever of the two.",
+            f"{AFTER_STEP[late[0]]}, before update(): the last call has to raise a RuntimeError, "
+            f"but {answer.get(f'late/{late[0]}')}. The gradients are unscaled already.",
             rank,
         )
     if answer.get("cleared") is not False:
@@ -329,6 +329,20 @@ def _call_findings(answer: Values, rank: int) -> Iterator[Finding]:
             "nothing. When they are cleared is up to the training loop.",
             rank,
         )
+
+
+def _explain_unscaled(answer: Values, kind: str, gradients: Sequence[Any], scale: float) -> str:
+    hint = "unscale_ divides each gradient by the scale, in place, once."
+    first, *others = (answer.get(f"g/{kind}/{i}") for i in range(len(SHAPES)))
+    factors = [1.0, *[scale] * len(others)]
+    if all(
+        isinstance(got, np.ndarray)
+        and got.shape == np.shape(grad)
+        and np.allclose(got, np.asarray(grad) * factor, rtol=1e-4)
+        for got, grad, factor in zip((first, *others), gradients, factors, strict=True)
+    ):
+        hint += " (The first was divided; the others are in the optimizer's second param_group.)"
+    return hint
 
 
 def judge_unscale(case: Case) -> list[Finding]:
@@ -344,7 +358,9 @@ def judge_unscale(case: Case) -> list[Finding]:
                 before = stepped(start, [inputs[f"explicit/{i}"] for i in range(len(SHAPES))])
             if kind == "twice" and not same(answer.get("second"), "RuntimeError"):
                 continue
-            scale = inputs["scales"][kind]
+            scale, began = inputs["scales"][kind], ""
+            if kind == "changed":
+                scale, began = scale * BACKOFF, f"; it began as {scale:g}"
             if kind != "implicit" and answer.get(f"in place/{kind}") is not True:
                 findings.append(
                     Finding(
@@ -357,15 +373,15 @@ def judge_unscale(case: Case) -> list[Finding]:
             for i, grad in enumerate(gradients if kind != "implicit" else ()):
                 wrong = wrong or oracle.differs(
                     rank,
-                    f"{what} (scale {scale:g}): gradient {i} after unscale_",
+                    f"{what} (scale {scale:g}{began}): gradient {i} after unscale_",
                     answer.get(f"g/{kind}/{i}"),
                     np.asarray(grad, np.float64),
-                    hint="unscale_ divides each gradient by the scale, in place, once.",
+                    hint=_explain_unscaled(answer, kind, gradients, scale),
                 )
             for i, expected in enumerate(stepped(before, gradients)):
                 wrong = wrong or oracle.differs(
                     rank,
-                    f"{what} (scale {scale:g}): parameter {i} after step",
+                    f"{what} (scale {scale:g}{began}): parameter {i} after step",
                     answer.get(f"p/{kind}/{i}"),
                     expected,
                     hint="The step needs gradients that were divided exactly once.",

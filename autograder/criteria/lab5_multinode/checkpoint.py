@@ -19,16 +19,21 @@ from autograder.criteria.common.checkpoint_files import (
     load_file,
     name_of,
     newest_in,
+    one_file,
+    others_in,
     rank_zero_only,
+    save,
     state_of,
     step_text,
     steps_in,
     working_with,
 )
 from autograder.criteria.common.deaths import deaths
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 # --- ckpt_roundtrip ------------------------------------------------------------------------------
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 def draw_roundtrip(draw: Draw) -> list[Values]:
@@ -52,21 +57,9 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
         place = folder / "deep" / "er"
         answer: Values = {"missing": repr(module.load_newest(place)), "returned": []}
         for step in inputs["steps"]:
-            state = {
-                "model": {"weight": torch.from_numpy(inputs["weight"]) * step},
-                "half": torch.full((2,), float(step), dtype=torch.bfloat16),
-                "optimizer": {
-                    "state": {0: {"moment": torch.from_numpy(inputs["moment"])}},
-                    "groups": [{"lr": 0.1 * step, "betas": (0.9, step)}],
-                },
-                "counts": torch.from_numpy(inputs["counts"]),
-                "losses": [1.5, step],
-                "word": inputs["word"],
-                "nothing": None,
-                "step": -step,  # the state's own, whatever that counts
-            }
+            state = _state(inputs, step)
             # A script knows the folder as text; others give a path.
-            returned = module.save_checkpoint(str(place), step, state, keep=MANY)
+            returned = save(module, str(place), step, state)
             right = (place / name_of(step)).resolve()
             answer["returned"].append(Path(str(returned)).resolve() == right)
         now = time.time()
@@ -79,6 +72,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
         module.save_checkpoint(start, 0, {}, keep=MANY)
         answer["start"] = repr(module.load_newest(start))
         answer["files"] = sorted(p.name for p in place.iterdir() if p.name.endswith(".ckpt"))
+        answer["beside"] = others_in(place)
         elsewhere = folder / "elsewhere"  # a checkpoint is one file, so only that is copied
         elsewhere.mkdir()
         for file in place.glob("step-*.ckpt"):
@@ -86,23 +80,47 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
         found = module.load_newest(elsewhere)
         if found is None:
             return answer | {"step": -1}
-        answer["step"], state = integer(found[0], "step from load_newest"), found[1]
-        answer["weight"] = state["model"]["weight"].numpy()
-        answer["half"] = state["half"].float().numpy()
-        answer["dtype"] = str(state["half"].dtype)
-        answer["moment"] = state["optimizer"]["state"][0]["moment"].numpy()
-        group = state["optimizer"]["groups"][0]
-        answer["counts"] = state["counts"].numpy()
-        answer["rest"] = [
-            group["lr"],
-            group["betas"][1],
-            *(type(value).__name__ for value in (group["betas"], state["losses"], found[0])),
-            *state["losses"],
-            state["word"],
-            state["nothing"],
-            state["step"],
-        ]
+        answer["step"] = integer(found[0], "step from load_newest")
+        answer["type"] = type(found[0]).__name__
+        answer["told"] = {}
+        for place, value in _leaves(found[1]):
+            if isinstance(value, torch.Tensor):
+                answer[place] = value.double().numpy()
+                answer["told"][place] = str(value.dtype)
+            else:
+                answer["told"][place] = value if type(value) in PLAIN else type(value).__name__
         return answer
+
+
+def _state(inputs: Values, step: int) -> Values:
+    """What is saved for a step: all that a state may hold."""
+    return {
+        "model": {"weight": torch.from_numpy(inputs["weight"]) * step},
+        "half": torch.full((2,), float(step), dtype=torch.bfloat16),
+        "optimizer": {
+            "state": {0: {"moment": torch.from_numpy(inputs["moment"])}},
+            "groups": [{"lr": 0.1 * step, "betas": (0.9, step)}],
+        },
+        "counts": torch.from_numpy(inputs["counts"]),
+        "losses": [1.5, step],
+        "word": inputs["word"],
+        "nothing": None,
+        "step": -step,  # the state's own, whatever that counts
+    }
+
+
+def _leaves(value: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
+    """What a nested state holds, each with its place; of a list or tuple also what it is."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        yield f"type of {place}", type(value).__name__
+        items = enumerate(value)
+    else:
+        yield place, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{place}[{key!r}]")
 
 
 def judge_roundtrip(case: Case) -> list[Finding]:
@@ -130,34 +148,40 @@ def judge_roundtrip(case: Case) -> list[Finding]:
             f"(0, {{}}), got {str(answer.get('start'))[:200]}."
         )
     last = given["steps"][-1]
-    if answer.get("step") != last:
+    if (got := answer.get("step")) != last:
+        why = "The highest step is the newest; a file's time changes when it is copied."
+        if got == -1:
+            why = "All files step-….ckpt had been copied into a new folder before. " + one_file(
+                answer.get("beside")
+            )
         wrong(
             f"saved {given['steps']}: expected load_newest to give step {last}, got "
-            f"{answer.get('step')}. The highest step is the newest; a file's time changes when it "
-            "is copied."
+            f"{step_text(got) if isinstance(got, int) else got}. {why}"
         )
         return findings
-    expected = {
-        "weight": given["weight"] * np.float32(last),
-        "half": torch.full((2,), float(last), dtype=torch.bfloat16).float().numpy(),
-        "moment": given["moment"],
-        "counts": given["counts"],
-    }
-    for name, value in expected.items():
-        got = case.answers[0].get(name)
-        if not (isinstance(got, np.ndarray) and np.array_equal(got, value)):
-            wrong(f"{name!r} did not come back as it was saved.")
-    if answer.get("dtype") != "torch.bfloat16":
-        wrong(f"a bfloat16 tensor came back as {answer.get('dtype')}.")
-    if answer.get("rest") != [
-        *(0.1 * last, last, "tuple", "list", "int"),
-        *(1.5, last, given["word"], None, -last),
-    ]:
-        wrong(
-            "numbers, text, None, a tuple and a list did not come back as they were saved: "
-            f"{answer.get('rest')}."
-        )
+    if answer.get("type") != "int":
+        wrong(f"the step from load_newest: expected an int, got {answer.get('type')}.")
+    if difference := _first_difference(case.answers[0], _state(given, last)):
+        findings.append(difference)
     return findings
+
+
+def _first_difference(answer: Values, state: Values) -> Finding | None:
+    """The first item of a state that did not come back as it was saved."""
+    told = plain(answer).get("told")
+    told = told if isinstance(told, dict) else {}
+    for place, value in _leaves(state):
+        is_tensor = isinstance(value, torch.Tensor)
+        right = str(value.dtype) if is_tensor else value
+        if place not in told:
+            return Finding(f"{place} was saved, and load_newest gives no such item.", 0)
+        if (got := told[place]) != right:
+            return Finding(f"{place} was saved as {right!r}, load_newest gives {got!r:.100}.", 0)
+        if is_tensor:
+            what, numbers = f"{place} from load_newest", value.double().numpy()
+            if wrong := differs(0, what, answer.get(place), numbers, rtol=0.0, atol=0.0):
+                return wrong
+    return None
 
 
 # --- ckpt_damage ---------------------------------------------------------------------------------
@@ -180,7 +204,7 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
     steps = inputs["steps"][:3]
     with working_with(path) as (module, folder):
         for step in steps:
-            module.save_checkpoint(folder, step, state_of(inputs, step), keep=MANY)
+            save(module, folder, step, state_of(inputs, step))
         answer: Values = {"whole": newest_in(module, folder, inputs), "found": []}
         newest = folder / name_of(steps[-1])
         whole = newest.read_bytes() if newest.is_file() else b"?" * 100
@@ -193,14 +217,14 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
         answer["all"] = newest_in(module, folder, inputs)
         # Leftovers of a process that died are no checkpoints either.
         (folder / name_of(steps[0])).unlink()
-        module.save_checkpoint(folder, steps[0], state_of(inputs, steps[0]), keep=MANY)
+        save(module, folder, steps[0], state_of(inputs, steps[0]))
         for name in (f"{name_of(steps[-1] + 1)}.tmp", f"tmp-{steps[-1] + 1}", "notes.txt"):
             (folder / name).write_bytes(whole[:1000])
         answer["leftovers"] = newest_in(module, folder, inputs)
         # Far behind the beginning of a large file, one bit differs.
         large = state_of(inputs, steps[-1])
         large["model"]["weight"] = large["model"]["weight"].repeat(20)
-        module.save_checkpoint(folder, steps[-1], large, keep=MANY)
+        save(module, folder, steps[-1], large)
         data = bytearray(newest.read_bytes())
         data[int(0.9 * len(data))] ^= 4
         newest.write_bytes(data)
@@ -262,7 +286,8 @@ def _explain(got: Any, what: str, expected: int) -> str:
     if got[1] is not True:
         return (
             f"{text}step {got[0]} with numbers that were not saved. torch.load does not notice: "
-            "save a checksum with the data (hashlib), and compare it before you use them."
+            "save a checksum of all of the data with them (hashlib; a sum of bytes notices no "
+            "change of places), and compare it before you use them."
         )
     return f"{text}{step_text(got[0])}."
 
@@ -309,17 +334,17 @@ def _deaths(path: Any, folder: Path, inputs: Values, keep: int) -> list[Any]:
     module, steps = load_file(path), inputs["steps"][: keep + 2]
     before, place = folder / f"full{keep}", folder / "now"
     for step in steps[:keep]:
-        module.save_checkpoint(before, step, state_of(inputs, step), keep=keep)
+        save(module, before, step, state_of(inputs, step), keep=keep)
 
-    def save(step: int) -> None:
+    def save_now(step: int) -> None:
         module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
 
     seen: list[Any] = []
-    for death in deaths(lambda: save(steps[keep]), before, place):
+    for death in deaths(lambda: save_now(steps[keep]), before, place):
         there, later = steps_in(place), None
         if steps[keep] in there:  # without it, ckpt_atomic looks at what the next save does
             module = load_file(path)
-            save(steps[keep + 1])
+            save_now(steps[keep + 1])
             later = steps_in(place)
         seen.append([death.when, there, later])
     return seen
@@ -331,19 +356,15 @@ def judge_keep(case: Case) -> list[Finding]:
     steps = given["steps"]
     for keep in (1, 3):
         seen = answer.get(f"keep{keep}")
-        seen = seen if isinstance(seen, list) else []
         saves = [*steps, steps[-1], steps[0] - 1]  # the last one is older than all that are kept
         for number in range(len(saves)):
             right = [name_of(s) for s in sorted(set(saves[: number + 1]))[-keep:]]
-            got = seen[number] if number < len(seen) else None
+            got, new = item_of(seen, number), name_of(saves[number])
             if got != right:
-                return [
-                    Finding(
-                        f"keep={keep}, after the saves {saves[: number + 1]}: expected {right}, "
-                        f"got {got}.",
-                        0,
-                    )
-                ]
+                what = f"keep={keep}, after the saves {saves[: number + 1]}: expected {right}"
+                missing = new in right and isinstance(got, list) and new not in got
+                why = f" The last of these saves made no {new}." if missing else ""
+                return [Finding(f"{what}, got {got}.{why}", 0)]
         if (gone := answer.get(f"others{keep}")) != []:
             return [
                 Finding(

@@ -23,6 +23,9 @@ from autograder.criteria.common.checkpoint_files import (
     load_file,
     name_of,
     newest_in,
+    one_file,
+    others_in,
+    save,
     state_of,
     steps_in,
     working_with,
@@ -47,7 +50,7 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
     with working_with(path) as (module, folder):
         before, place = folder / "before", folder / "now"
         for step in (first, second):
-            module.save_checkpoint(before, step, state_of(inputs, step), keep=MANY)
+            save(module, before, step, state_of(inputs, step))
         try:
             with elsewhere:
                 module.save_checkpoint(folder / "first", first, state_of(inputs, first), keep=MANY)
@@ -56,16 +59,18 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
                 raise
             return {"elsewhere": describe(error, path)}
 
-        answer: Values = {}
+        file = before / name_of(first)
+        alone = is_whole(module, file, [state_of(inputs, first)])
+        answer: Values = {"beside": [] if alone else others_in(before)}
         for what, step in (("new", third), ("again", second)):
             state = state_of(inputs, step + 1) | {"at": step}  # a state not saved before
 
-            def save(step: int = step, state: Values = state) -> None:
+            def save_now(step: int = step, state: Values = state) -> None:
                 with elsewhere:
                     module.save_checkpoint(place, step, state, keep=MANY)
 
             answer[what] = []
-            for death in deaths(save, before, place):
+            for death in deaths(save_now, before, place):
                 left = _after(death, place, before, {step: state}, path, inputs)
                 answer[what].append(left)
                 if left.get("failed"):
@@ -131,6 +136,9 @@ def judge_atomic(case: Case) -> list[Finding]:
                 0,
             )
         ]
+    if beside := one_file(answer.get("beside")):
+        alone = f"{name_of(given['steps'][0])}, copied alone into a new folder, is no checkpoint"
+        return [Finding(f"{alone} for load_newest, before any process has died. {beside}", 0)]
     for what, again in (("new", ""), ("again", " once more")):
         step = given["steps"][2 if what == "new" else 1]
         seen = answer.get(what)
@@ -157,9 +165,9 @@ def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
         return "it did not end in time."
     if parts:
         return (
-            f"{parts[0][0]} is there with {parts[0][1]} bytes, and does not hold what was saved "
-            "under that name. Write to a name of another form in the same folder, and rename the "
-            "file when it is complete: os.replace is all or nothing."
+            f"{parts[0][0]} is there with {parts[0][1]} bytes, and load_newest does not read from "
+            "it what was saved under that name. Write to a name of another form in the same "
+            "folder, and rename the file when it is complete: os.replace is all or nothing."
         )
     if left.get("like") != []:
         return (
@@ -277,9 +285,15 @@ def judge_durable(case: Case) -> list[Finding]:
     failed, told, named, gone = (item_of(answer.get("full"), number) for number in range(4))
     if failed is not True or (told is True and named is False and gone is False):
         return []
-    did = "an older checkpoint was deleted then" if told is True else "nobody was told"
-    if named is not False:
-        did = "the file got its name all the same"
+    if named is False and told is True:
+        return [
+            Finding(
+                "the disk was full while the new checkpoint was written, and an older one was "
+                "deleted, though the new one has no name yet: delete none before that.",
+                0,
+            )
+        ]
+    did = "nobody was told" if named is False else "the file got its name all the same"
     return [
         Finding(
             f"the disk was full, which os.fsync said (OSError: {os.strerror(errno.ENOSPC)}), and "

@@ -159,6 +159,16 @@ def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
     for factor, what in ((1e3, "milliseconds"), (1e6, "microseconds")):
         if abs(got[0] / right[0] / factor - 1) < 1e-3:
             return f"The latency is in {what}; seconds were asked for."
+    factor = got[0] / right[0]
+    if abs(got[1] * factor / right[1] - 1) < 1e-3:
+        if abs(factor - 7.5) < 0.01:
+            return "So they are if the warm-up calls are timed, too."
+        if min(abs(factor - 1.25), abs(factor - 0.75)) < 0.01:
+            return "Of an even number of repeats the median is the mean of the two in the middle."
+    seconds = [right[0] + size / right[1] for size in given["sizes"]]
+    slope, first = np.polyfit(np.array(sorted(given["sizes"]), float), seconds, 1)
+    if np.allclose(got, [first, 1 / slope], rtol=1e-3):
+        return "So they are if the sizes are sorted and the seconds are not."
     if got[0] > given["cold_s"] / 20:  # a hundred times the latency
         return "Are the warm-up calls timed? The first ones open connections."
     return (

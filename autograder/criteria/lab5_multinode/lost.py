@@ -18,11 +18,15 @@ import numpy as np
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
-from autograder.criteria.criterion import Case, Context, Finding, Values
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab5_multinode import script
 from autograder.criteria.lab5_multinode.nodes import (
+    DEATHS,
     GRACE_S,
+    NODES,
     RUN_DEADLINE_S,
-    Job,
+    NodeDeath,
+    NodesJob,
     kill_trees,
     nodes,
     steps_saved,
@@ -33,12 +37,30 @@ from minidist.processes.fork_server import Child
 OLD_OUT = b"of a run before"
 
 
+def draw_lost(source: Draw) -> list[Values]:
+    """A job, and when its node 1 dies: up to the step after the first save.
+
+    It dies twice, so that once the gradients' collective fails, and once what comes after it.
+    """
+    inputs, *others = script.draw(source, last_is_due=True)
+    rng = source.shared("death")
+    # Before the first step, a script may call a network that it has not shared yet.
+    inputs["deaths"] = [
+        {
+            "step": int(rng.integers(first, inputs["job"]["every"] + 2)),
+            "moment": moments[rng.integers(len(moments))],
+        }
+        for first, moments in ((2, DEATHS[:1]), (1, DEATHS[1:]))
+    ]
+    return [inputs, *others]
+
+
 def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
     """The curve without a break; how each node ends when the other dies; the resumed curve."""
     if context.rank != 0:
         return {}
     with tempfile.TemporaryDirectory(prefix="nodes-") as name:
-        job = Job(path, inputs, Path(name))
+        job = NodesJob(path, inputs, Path(name))
         job.write_data(0, shared=True)
         answer = {f"whole/{k}": v for k, v in _run(job, "").items()}
         saves = steps_saved(job.saves())
@@ -47,13 +69,15 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         if not _can_be_resumed(saves, inputs["job"]["steps"]):
             return answer
         first, second, third = saves[:3]
-        job.clear()
         # A save in a thread goes on until the next save, and whoever waits for it is not done.
         job.inputs = _with(inputs, steps=third + 1)
-        with nodes(job, torchrun=False, dies_at=2) as processes:
-            answer["ends"] = [_end_of(processes[0])]
-        answer["dying"] = steps_saved(job.saves())
-        answer["partial"] = (job.folder / "out-0.npz").exists()
+        answer |= {"ends": [], "dying": [], "partial": []}
+        for death in inputs["deaths"]:
+            job.clear()
+            with nodes(job, torchrun=False, death=NodeDeath(**death)) as processes:
+                answer["ends"].append(_end_of(processes[0]))
+            answer["dying"].append(steps_saved(job.saves()))
+            answer["partial"].append((job.folder / "out-0.npz").exists())
         job.clear()
         stop = job.checkpoints / f"stop-{second}"
         stop.touch()
@@ -102,7 +126,7 @@ def _due_again(job: Values) -> list[int]:
     return sorted({job["every"], 2 * job["every"], *resumed})
 
 
-def _run(job: Job, what: str, *, old_out: bool = False) -> Values:
+def _run(job: NodesJob, what: str, *, old_out: bool = False) -> Values:
     """The results of a job that runs to its end; `old_out`: a run before has left an --out."""
     for old in (*job.folder.glob("out-*.npz"), *job.folder.glob("log-*.txt")):
         old.unlink()
@@ -110,9 +134,10 @@ def _run(job: Job, what: str, *, old_out: bool = False) -> Values:
     if old_out:
         out.write_bytes(OLD_OUT)
     with nodes(job, torchrun=False) as processes:
-        wait(job, processes)
+        wait(job, processes, what)
     if out.is_file() and out.read_bytes() == OLD_OUT:
-        out.unlink()  # the job wrote none
+        out.unlink()
+        what += ", and left the --out of an earlier run as it was"
     return job.results(what)
 
 
@@ -124,7 +149,7 @@ def _end_of(process: Child) -> int | None:
     return process.poll()
 
 
-def _wait_for_stop(job: Job, processes: Sequence[Child], step: int) -> None:
+def _wait_for_stop(job: NodesJob, processes: Sequence[Child], step: int) -> None:
     """Waits until the stand-in has stopped the job at the save of `step`.
 
     Raises:
@@ -140,10 +165,12 @@ def _wait_for_stop(job: Job, processes: Sequence[Child], step: int) -> None:
         time.sleep(0.05)
 
 
-_DIED = (
-    (0, "node 1 died in the middle of a step"),
-    (1, "node 0 died while a checkpoint was saved"),
-)
+def _deaths(given: Values) -> tuple[tuple[int, str], ...]:
+    """For each death, which node is left, and what has happened."""
+    return (
+        *((0, f"node 1 died in step {d['step']}, {d['moment']}") for d in given["deaths"]),
+        (1, "node 0 died while a checkpoint was saved"),
+    )
 
 
 def judge_lost(case: Case) -> list[Finding]:
@@ -162,45 +189,58 @@ def judge_lost(case: Case) -> list[Finding]:
             )
         ]
     ends = told(answer, "ends")
-    for (survivor, what), code in zip(_DIED, ends if isinstance(ends, list) else (), strict=False):
-        if code == 0 or code is None:
-            did = "ended with exit code 0" if code == 0 else "is still running"
-            return [
-                Finding(
-                    f"{what}, and the process on node {survivor} {did}: whoever started the job "
-                    "takes it for done. Let the error of the collective end the process.",
-                    0,
-                )
-            ]
-    if answer.get("partial") is not False:
+    deaths = _deaths(given)
+    alone = script.trained_alone(given, answer, NODES, "whole/")
+    alone = alone and f"Without a break already, {alone}"
+    if survived := _survived(deaths, ends, alone):
+        return [survived]
+    partial = told(answer, "partial")
+    if partial != [False] * len(given["deaths"]):
+        which = partial.index(True) if isinstance(partial, list) and True in partial else 0
         return [
             Finding(
-                f"{_DIED[0][1]}, and node 0 wrote --out, with the losses of too few steps: whoever "
-                "finds the file takes the job for done. It is written at the end, and only then.",
+                f"{deaths[which][1]}, and node 0 wrote --out, with the losses of too few steps: "
+                "whoever finds the file takes the job for done. It is written at the end, and only "
+                "then.",
                 0,
             )
         ]
-    if not isinstance(ends, list) or len(ends) != len(_DIED):
+    if not isinstance(ends, list) or len(ends) != len(deaths):
         return [Finding("there is no answer for each node that died.", 0)]
-    if problem := _saved(answer, given["job"], saves):
+    if problem := _saved(answer, given, saves):
         return [Finding(problem, 0)]
     text = (
         f"(Nodes died after step {saves[1]}, the checkpoint of that step was damaged, and the job "
         f"was started again: it should go on from step {saves[0]}.) "
     )
     got = answer.get("resumed/losses")
-    hint = text + _reason(got, whole, saves[0])
+    hint = alone or text + _reason(got, whole, saves[0])
     if wrong := oracle.differs(0, "losses of the resumed run", got, whole, hint=hint):
         return [wrong]
     for name in (k for k in given if k[0] == "p" and k[1:].isdigit()):
         right = answer.get(f"whole/{name}")
         assert isinstance(right, np.ndarray)  # `_untrained` has seen it
         got = answer.get(f"resumed/{name}")
-        if wrong := oracle.differs(0, f"{name} of the resumed run", got, right, hint=text):
+        hint = alone or text
+        if wrong := oracle.differs(0, f"{name} of the resumed run", got, right, hint=hint):
             return [wrong]
     if saves == _due(given["job"]):
         return _finished(given, answer, whole[: _due_again(given["job"])[-1]])
     return []
+
+
+def _survived(deaths: tuple[tuple[int, str], ...], ends: Any, alone: str) -> Finding | None:
+    """The first process that a death of the other node has not ended with an error."""
+    for (survivor, what), code in zip(deaths, ends if isinstance(ends, list) else (), strict=False):
+        if code == 0 or code is None:
+            did = "ended with exit code 0" if code == 0 else "is still running"
+            why = alone or "Let the error of the collective end the process."
+            return Finding(
+                f"{what}, and the process on node {survivor} {did}: whoever started the job "
+                f"takes it for done. {why}",
+                0,
+            )
+    return None
 
 
 def _finished(given: Values, answer: Values, losses: np.ndarray) -> list[Finding]:
@@ -216,8 +256,9 @@ def _finished(given: Values, answer: Values, losses: np.ndarray) -> list[Finding
     return []
 
 
-def _saved(answer: Values, job: Values, saves: list[int]) -> str:
+def _saved(answer: Values, given: Values, saves: list[int]) -> str:
     """What is wrong with the calls of save_checkpoint around a break; "" if nothing is."""
+    job = given["job"]
     if told(answer, "keep"):
         return (
             "save_checkpoint was told to keep a single checkpoint: if it is damaged, none is left."
@@ -231,12 +272,15 @@ def _saved(answer: Values, job: Values, saves: list[int]) -> str:
     if saves != due:
         return ""  # node_script's business
     dying, again = told(answer, "dying"), told(answer, "again")
-    if not isinstance(dying, list) or not set(dying) <= set(saves[:1]):
-        return (
-            f"--every={job['every']}: {_DIED[0][1]}, and rank 0 saved for the steps {dying}: it "
-            "saves after every so many steps and at no other time. Nobody knows in which step an "
-            "error has come."
-        )
+    if not isinstance(dying, list) or len(dying) != len(given["deaths"]):
+        return "there is no list of checkpoints for each node that died."
+    for (_, what), steps in zip(_deaths(given), dying, strict=False):
+        if not isinstance(steps, list) or not set(steps) <= set(saves[:1]):
+            return (
+                f"--every={job['every']}: {what}, and rank 0 saved for the steps {steps}: it saves "
+                "after every so many steps and at no other time. Nobody knows in which step an "
+                "error has come."
+            )
     if again != (right := _due_again(job)):
         return (
             f"--every={job['every']} until the break after step {saves[1]}, then "

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.answers import item_of, naming, plain
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 NO_WAY = "ValueError"
@@ -92,13 +92,16 @@ def observe_interface(network_env: Any, inputs: Values, context: Context) -> Val
     said: list[Any] = []
     for table in inputs["tables"]:
         interfaces = {name: list(addresses) for name, addresses in table["interfaces"]}
-        try:
-            env = network_env(interfaces, table["peer"])
-        except ValueError:
-            if table["kind"] != "nowhere":
-                raise
-            said.append(NO_WAY)
-            continue
+        leads_there = table["kind"] != "nowhere"
+        more = "; one of these interfaces leads there" if leads_there else ""
+        with naming(f"network_env({interfaces}, {table['peer']!r}){more}"):
+            try:
+                env = network_env(interfaces, table["peer"])
+            except ValueError:
+                if leads_there:
+                    raise
+                said.append(NO_WAY)
+                continue
         if not isinstance(env, dict):
             raise TypeError(f"network_env: expected a dict, got {type(env).__name__}")
         said.append({str(key): str(value) for key, value in env.items()})

@@ -15,12 +15,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autograder.criteria.common.launched import find_script, write_to
 from autograder.criteria.common.script_worker import ScriptError, work
@@ -73,12 +77,23 @@ def load_newest(folder):
 """
 
 
-class Job:
+class NodeDeath(NamedTuple):
+    """When the only rank of a node dies: in which step, counted from 1, and where in it."""
+
+    step: int
+    moment: str
+
+
+DEATHS = ("in its forward pass", "before it changes the parameters", "when it has changed them")
+
+
+class NodesJob:
     """A folder with the script, the stand-in, a data file per node, and the shared checkpoints."""
 
     def __init__(self, path: Any, inputs: Values, folder: Path) -> None:
         script = find_script(path)
         self.name, self.inputs, self.folder = script.name, inputs, folder
+        self.codes: list[int | None] = []  # how the nodes have ended, if one was not killed by us
         self.checkpoints = folder / "checkpoints"
         shutil.copy(script, folder / script.name)
         (folder / "checkpointing.py").write_text(STAND_IN)
@@ -110,11 +125,11 @@ class Job:
             *options,
         ]
 
-    def start(self, node: int, port: int, *, agent: bool, dies_at: int = 0) -> Child:
+    def start(self, node: int, port: int, *, agent: bool, death: NodeDeath | None = None) -> Child:
         """Starts a node: torchrun's agent and its workers, or a single rank without an agent.
 
         Args:
-            dies_at: the single rank dies before it changes the parameters for the n-th time.
+            death: that of the node's single rank.
         """
         given = (self.log(node), str(self.folder / self.name), self.arguments(node))
         place = {"cwd": self.folder, "new_session": True}
@@ -132,7 +147,7 @@ class Job:
         }
         # Every launcher sets these variables in a rank's environment.
         env = _environment() | {k: str(v) for k, v in more.items()}
-        return fork(be_rank, *given, dies_at, env=env, **place)
+        return fork(be_rank, *given, death, env=env, **place)
 
     def log(self, node: int) -> Path:
         return self.folder / f"log-{node}.txt"
@@ -145,6 +160,8 @@ class Job:
             if "\nNotImplementedError" in text or "]: NotImplementedError" in text:
                 return NotImplementedError(f"{self.name}: not written yet")
             told.setdefault(first_traceback(text) or text[-900:] or "nothing", []).append(node)
+        ends = [f"node {n} {end}" for n, code in enumerate(self.codes) if (end := _end(code))]
+        what = "; ".join([what, *ends])
         texts = [f"--- node {', '.join(map(str, nodes))} said:\n{t}" for t, nodes in told.items()]
         return RuntimeError("\n".join([f"{self.name} {what}", *texts]))
 
@@ -180,6 +197,14 @@ def steps_saved(marks: Iterable[str], rank: int | None = None) -> list[int]:
     return sorted({step for step, by in calls if rank is None or by == str(rank)})
 
 
+def _end(code: int | None) -> str:
+    """What an exit code says if a signal ended the process, or if it is as after a signal."""
+    for number, words in ((-(code or 0), "was ended by"), ((code or 0) - 128, "ended as if by")):
+        if number in set(signal.Signals):
+            return f"{words} {signal.Signals(number).name} (exit code {code})"
+    return ""
+
+
 def first_traceback(text: str) -> str:
     """The first traceback in an output, which is the script's own; launchers add more."""
     _, found, rest = text.partition("Traceback (most recent call last):\n")
@@ -209,22 +234,31 @@ def _environment() -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def be_rank(_: Any, log: Path, script: str, arguments: list[str], dies_at: int = 0) -> None:
-    """Runs the script as the rank that the environment describes.
-
-    Args:
-        dies_at: dies before it changes the parameters for the n-th time; 0 is never.
-    """
+def be_rank(
+    _: Any, log: Path, script: str, arguments: list[str], death: NodeDeath | None = None
+) -> None:
+    """Runs the script as the rank that the environment describes."""
     write_to(log)
-    if dies_at:
-        steps = iter(range(1, dies_at))
-
-        def die(*_: Any) -> None:
-            if next(steps, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        register_optimizer_step_pre_hook(die)
+    if death is not None:
+        _prepare(death)
     _work(script, arguments)
+
+
+def _prepare(death: NodeDeath) -> None:
+    steps_done = 0
+
+    def die_in(step: int, moment: str) -> None:
+        if death == (step, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def count(*_: Any) -> None:
+        nonlocal steps_done
+        steps_done += 1
+        die_in(steps_done, DEATHS[2])
+
+    register_module_forward_pre_hook(lambda *_: die_in(steps_done + 1, DEATHS[0]))
+    register_optimizer_step_pre_hook(lambda *_: die_in(steps_done + 1, DEATHS[1]))
+    register_optimizer_step_post_hook(count)
 
 
 def be_agent(_: Any, log: Path, script: str, arguments: list[str], node: int, port: int) -> None:
@@ -259,17 +293,20 @@ def _work(script: str, arguments: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def nodes(job: Job, *, torchrun: bool, dies_at: int = 0) -> Iterator[list[Child]]:
+def nodes(
+    job: NodesJob, *, torchrun: bool, death: NodeDeath | None = None
+) -> Iterator[list[Child]]:
     """Runs both nodes of a job, with or without torchrun's agents; kills them at the end.
 
     Args:
-        dies_at: node 1 dies before it changes the parameters for the n-th time.
+        death: that of node 1.
     """
     port = free_port()
     processes: list[Child] = []
     try:
         for node in range(NODES):
-            processes.append(job.start(node, port, agent=torchrun, dies_at=dies_at * node))
+            dies = death if node == 1 else None
+            processes.append(job.start(node, port, agent=torchrun, death=dies))
         yield processes
     finally:
         kill_trees([process.pid for process in processes])
@@ -293,8 +330,11 @@ def kill_trees(pids: list[int]) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def wait(job: Job, processes: list[Child]) -> None:
+def wait(job: NodesJob, processes: list[Child], what: str = "") -> None:
     """Waits until all nodes have ended, or until GRACE_S after a node has failed.
+
+    Args:
+        what: when the job runs, in words.
 
     Raises:
         RuntimeError: no node has failed, and some are still running at the deadline.
@@ -306,6 +346,11 @@ def wait(job: Job, processes: list[Child]) -> None:
             end_s = min(end_s, now_s + GRACE_S)
         if now_s > end_s:
             if all(process.poll() in (None, 0) for process in processes):
-                raise job.failure(f"was still running after {RUN_DEADLINE_S:.0f} s")
-            return
+                late = [str(node) for node, p in enumerate(processes) if p.poll() is None]
+                where = f"node{'s' * (len(late) > 1)} {', '.join(late)}"
+                raise job.failure(
+                    f"was still running on {where} after {RUN_DEADLINE_S:.0f} s{what}"
+                )
+            break
         time.sleep(0.05)
+    job.codes = [process.poll() for process in processes]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NoReturn
 
-from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.answers import item_of, naming, plain
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 # --- node_places ---------------------------------------------------------------------------------
@@ -35,23 +35,23 @@ def observe_places(functions: Any, inputs: Values, context: Context) -> Values:
     ranks: list[list[int]] = []
     for sizes in inputs["clusters"]:
         given = list(sizes)  # the same list for all calls, as in the lab
-        places.append([_pair(locate(rank, given)) for rank in range(sum(sizes))])
-        _same("locate", "local_sizes", given, sizes)
-        ranks.append(
-            [
-                integer(global_rank(node, local, given), "global_rank")
-                for node, size in enumerate(sizes)
-                for local in range(size)
-            ]
-        )
-        _same("global_rank", "local_sizes", given, sizes)
+        places.append([])
+        for rank in range(sum(sizes)):
+            with naming(call := f"locate({rank}, {sizes})"):
+                places[-1].append(_pair(locate(rank, given)))
+            _same(call, "local_sizes", given, sizes)
+        ranks.append([])
+        for node, local in [(n, r) for n, size in enumerate(sizes) for r in range(size)]:
+            with naming(call := f"global_rank({node}, {local}, {sizes})"):
+                ranks[-1].append(integer(global_rank(node, local, given), "global_rank"))
+            _same(call, "local_sizes", given, sizes)
     return {"places": places, "ranks": ranks}
 
 
-def _same(function: str, what: str, now: list[Any], before: list[Any]) -> None:
-    """Raises a ValueError if a function has changed the list that it was given."""
+def _same(call: str, what: str, now: list[Any], before: list[Any]) -> None:
+    """Raises a ValueError if a call has changed the list that it was given."""
     if now != before:
-        raise ValueError(f"{function} has changed its argument {what}: it was {before}, now {now}")
+        raise ValueError(f"{call} has changed its argument {what}: it was {before}, now {now}")
 
 
 def _pair(place: Any) -> list[int]:
@@ -231,6 +231,7 @@ def _problem(args: Namespace, job: Values, node: int) -> str:
     if [args.training_script, *args.training_script_args] != job["script"]:
         return (
             f"it runs {[args.training_script, *args.training_script_args]}, expected "
-            f"{job['script']}: torchrun's options first, then the script and its arguments."
+            f"{job['script']}: torchrun's options first, then the script and its arguments as they "
+            "are: a word with a blank stays one, and a word may come twice."
         )
     return ""

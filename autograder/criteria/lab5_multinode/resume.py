@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats, item_of, plain
+from autograder.criteria.common.answers import described, is_floats, item_of, plain
 from autograder.criteria.common.resumed import load_plain, own_random_numbers, saved
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (5, 7, 2)
-BATCH, BEFORE, AFTER = 6, 4, 5
+BATCH, BEFORE, AFTER = 6, 4, 7
 RTOL = 1e-7
 
 
@@ -124,7 +124,7 @@ def _hand(model: nn.Module) -> list[torch.Tensor]:
 def _settings(rng: np.random.Generator) -> Values:
     return {
         "lr": float(rng.uniform(0.02, 0.1)),
-        "warmup": int(rng.integers(4, 6)),
+        "warmup": int(rng.integers(5, 7)),  # both schedules have steps after the break
         "later_decay": float(rng.uniform(0.2, 0.5)),
         "seed": int(rng.integers(2**31)),
     }
@@ -157,7 +157,8 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
         fresh = {k.removeprefix("fresh"): v for k, v in inputs.items() if k.startswith("fresh")}
         two = _training(fresh, inputs["settings"], context.device)
         restore_state(two, state)
-        answer: Values = {"kept": kept}
+        held = {id(p) for group in two.optimizer.param_groups for p in group["params"]}
+        answer: Values = {"kept": kept, "held": held >= {id(p) for p in two.model.parameters()}}
         for name, training in (("whole", one), ("resumed", two)):
             training.step = BEFORE  # only resume_sampler checks that step is restored
             answer[f"lr/{name}"] = np.array([g["lr"] for g in training.optimizer.param_groups])
@@ -166,6 +167,13 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
             for i, tensor in enumerate(tensors):
                 answer[f"{i}/{name}"] = tensor.detach().double().cpu().numpy()
         return answer
+
+
+OTHER_PARAMETERS = (
+    "After restore_state the model's parameters are other objects than those that the optimizer "
+    "changes. Copy the numbers into the parameters that are there, as load_state_dict without "
+    "assign=True does."
+)
 
 
 def judge_training(case: Case) -> Iterator[Finding]:
@@ -199,7 +207,9 @@ def judge_training(case: Case) -> Iterator[Finding]:
             continue
         got, kept = answer.get("losses/resumed"), answer.get("losses/whole")
         what = f"losses of steps {BEFORE} to {BEFORE + AFTER - 1} after restore_state"
-        hint = _hint(got, losses, answer.get("lr/resumed"), lr)
+        hint = OTHER_PARAMETERS
+        if answer.get("held") is not False:
+            hint = _hint(got, losses, answer.get("lr/resumed"), lr)
         if wrong := _differs(rank, what, got, losses, hint=hint):
             yield wrong
             continue
@@ -346,8 +356,9 @@ def judge_rng(case: Case) -> Iterator[Finding]:
         why = "their states are not restored."
         if rank and np.array_equal(got, expected[0]):
             why = (
-                "this rank now draws rank 0's numbers: dropout would be the same on every rank. "
-                "Gather the states of all ranks, and give each its own."
+                "this rank now draws rank 0's numbers, and dropout would be the same. Gather the "
+                "states of all ranks, and give each its own, by RANK (the last rank is alone on a "
+                "second node here: its LOCAL_RANK is 0)."
             )
         yield Finding(
             f"after restore_state the random numbers of {', '.join(wrong)} are not those that "
@@ -374,7 +385,7 @@ def draw_sampler(draw: Draw) -> list[Values]:
 def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
     """The step number and the next samples, with and without a break."""
     collect_state, restore_state = functions
-    answer: Values = {"whole": [], "resumed": []}
+    answer: Values = {"whole": [], "resumed": [], "places": []}
     with own_random_numbers():
         for taken in inputs["taken"]:
             one = _training(inputs, inputs["settings"], context.device)
@@ -383,6 +394,8 @@ def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
             one.step = inputs["step"]
             state = _through_a_file(collect_state(one), context, strict=False)
             restore_state(two, state)
+            place = [getattr(two.sampler, name, None) for name in ("epoch", "position")]
+            answer["places"].append([n if isinstance(n, int) else described(n) for n in place])
             answer["whole"].append([int(one.step), *one.sampler.take(15)])
             answer["resumed"].append([int(two.step), *two.sampler.take(15)])
     return answer
@@ -395,26 +408,38 @@ def judge_sampler(case: Case) -> Iterator[Finding]:
         for number, taken in enumerate(given["taken"]):
             sampler = Positions(11, given["settings"]["seed"])
             sampler.take(taken)
-            where = f"epoch {sampler.epoch} at position {sampler.position}"
+            place = [sampler.epoch, sampler.position]
             right = [given["step"], *sampler.take(15)]
-            whole, got = (item_of(answer.get(key), number) for key in ("whole", "resumed"))
-            if problem := _misplaced(whole, got, right, where):
+            whole, got, now = (
+                item_of(answer.get(key), number) for key in ("whole", "resumed", "places")
+            )
+            if problem := _misplaced(whole, got, right, place, now):
                 yield Finding(problem, rank)
                 break
 
 
-def _misplaced(whole: Any, got: Any, right: list[int], where: str) -> str:
-    """What is wrong with step and samples after one break; "" if nothing is."""
+def _misplaced(whole: Any, got: Any, right: list[int], place: list[int], now: Any) -> str:
+    """What is wrong with step and samples after one break; "" if nothing is.
+
+    Args:
+        place: the epoch and the position at which the state was collected; now: after
+            restore_state.
+    """
     if whole != right:
         return "collect_state changed the step or the sampler."
     if not isinstance(got, list) or len(got) != len(right):
         return "nothing came back."
     if got[0] != right[0]:
         return f"training.step after restore_state: expected {right[0]}, got {got[0]}."
+    samples = f"the next samples should be {right[1:6]} …, they are {got[1:6]} …"
+    if got != right and now == place:
+        return (
+            f"sampler.epoch and sampler.position are {place} after restore_state, as they should "
+            f"be, and yet {samples}."
+        )
     if got != right:
         return (
-            f"the sampler stood in {where}. The next samples should be {right[1:6]} …, they are "
-            f"{got[1:6]} …: samples would be seen twice and others not at all. Both numbers belong "
-            "to the state."
+            f"[sampler.epoch, sampler.position] after restore_state: expected {place}, got {now}. "
+            f"So {samples}: some would be seen twice and others not at all."
         )
     return ""

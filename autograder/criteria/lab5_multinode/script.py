@@ -20,7 +20,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab5_multinode.nodes import (
     NODES,
     PER_NODE,
-    Job,
+    NodesJob,
     nodes,
     steps_saved,
     wait,
@@ -55,7 +55,7 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
     if context.rank != 0:
         return {}
     with tempfile.TemporaryDirectory(prefix="nodes-") as name:
-        job = Job(path, inputs, Path(name))
+        job = NodesJob(path, inputs, Path(name))
         with nodes(job, torchrun=True) as processes:
             wait(job, processes)
         return job.results() | {
@@ -122,7 +122,8 @@ def _training(given: Values, answer: Values) -> Finding | None:
     """What is wrong with losses and parameters, with a reason where one leads to these numbers."""
     parameters, losses = expected_training(given)
     got = answer.get("losses")
-    if wrong := oracle.differs(0, "losses in --out", got, losses, hint=_reason(got, losses, given)):
+    hint = _reason(got, losses, given, answer)
+    if wrong := oracle.differs(0, "losses in --out", got, losses, hint=hint):
         return wrong
     for i, expected in enumerate(parameters):
         got = answer.get(f"p{i}")
@@ -131,7 +132,18 @@ def _training(given: Values, answer: Values) -> Finding | None:
     return None
 
 
-def _reason(got: Any, right: np.ndarray, given: Values) -> str:
+def trained_alone(given: Values, answer: Values, num_ranks: int, run: str = "") -> str:
+    """A sentence if a run's parameters are those that rank 0 gets from its own rows, else ""."""
+    own, _ = expected_training(given, part=num_ranks)
+    if not all(oracle.agrees(answer.get(f"{run}p{i}"), value) for i, value in enumerate(own)):
+        return ""
+    return (
+        "p0, p1, … in --out are those of a training on rank 0's rows alone: are the gradients "
+        "averaged over all ranks? (DDP does so if ddp(…) is called, not model(…).)"
+    )
+
+
+def _reason(got: Any, right: np.ndarray, given: Values, answer: Values) -> str:
     """Why losses are wrong, as far as the numbers show it."""
     ranks = NODES * PER_NODE
     if not is_floats(got) or got.ndim != 1 or not got.size:
@@ -147,6 +159,8 @@ def _reason(got: Any, right: np.ndarray, given: Values) -> str:
     def are(losses: np.ndarray) -> bool:
         return bool(np.allclose(got, losses, rtol=1e-4))
 
+    if alone := trained_alone(given, answer, ranks):
+        return alone
     if are(right * ranks):
         return f"That is the sum over {ranks} ranks, not the mean."
     if np.isclose(got[0], expected_training(given, part=ranks)[1][0], rtol=1e-4):

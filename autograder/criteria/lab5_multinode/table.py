@@ -9,9 +9,9 @@ from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.later import Later, later
 
 files = Later("autograder.criteria.common.checkpoint_files")
-checkpoint, death, hierarchy, links, lost, network, places, resume, script = later(
+checkpoint, death, hierarchy, hook, links, lost, network, places, resume, script = later(
     "autograder.criteria.lab5_multinode",
-    "checkpoint death hierarchy links lost network places resume script",
+    "checkpoint death hierarchy hook links lost network places resume script",
 )
 
 _PLACES = "Task 1, who is where"
@@ -109,7 +109,7 @@ LAB = Lab(
         ),
         _script(
             name="node_lost", title="the same curve after a node was lost", points=8,
-            draw=partial(script.draw, last_is_due=True), observe=lost.observe_lost,
+            draw=lost.draw_lost, observe=lost.observe_lost,
             judge=lost.judge_lost, deadline_s=220.0,
         ),
         _link(
@@ -137,8 +137,8 @@ LAB = Lab(
         ),
         Criterion(
             name="hier_hook", title="in torch's DDP, as a communication hook", task=_HIERARCHY,
-            points=4, draw=hierarchy.draw_hook, observe=hierarchy.observe_hook,
-            judge=hierarchy.judge_hook,
+            points=4, draw=hook.draw_hook, observe=hook.observe_hook,
+            judge=hook.judge_hook,
         ),
     ),
 )  # fmt: skip

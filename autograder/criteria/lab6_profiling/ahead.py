@@ -6,6 +6,7 @@ loop holds one batch, and after the loop has broken off.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -72,7 +73,12 @@ def judge_ahead(case: Case) -> Iterator[Finding]:
                 got = min(numbers, default=None)
                 yield Finding(
                     f"depth={depth}: while the loop works on a batch, {depth} more should get "
-                    f"ready; {got} did. A thread of its own has to fill the queue.",
+                    f"ready; {got} did. "
+                    + (
+                        f"The queue needs room for `depth` batches, here {depth}."
+                        if got
+                        else "A thread of its own has to fill the queue."
+                    ),
                     rank,
                 )
                 break
@@ -84,8 +90,8 @@ def judge_ahead(case: Case) -> Iterator[Finding]:
                         f"{gone:.0f} of {BATCHES} never reached the loop: one for which there is "
                         "no room has to wait."
                         if gone > 0
-                        else "Memory is not endless: the queue needs a limit "
-                        "(queue.Queue(maxsize=…))."
+                        else "Memory is not endless: a thread makes them, through a queue with a "
+                        "limit (queue.Queue(maxsize=…))."
                     ),
                     rank,
                 )
@@ -117,7 +123,7 @@ def draw_ends(draw: Draw) -> list[Values]:
     return inputs
 
 
-class _DiskError(Exception):
+class DiskError(Exception):
     """The error that the source raises; of no kind that anybody expects."""
 
     sector: int | None = None
@@ -138,14 +144,14 @@ def _source(kind: str, depth: int, made: list[int]) -> Iterator[int]:
         made[0] += 1
         yield number
     if kind == BREAKS[2]:
-        raise _DiskError(kind)
+        raise DiskError(kind)
 
 
 class _NoBeginning:
     """A source that fails before its first batch, like a DataLoader whose workers do not start."""
 
     def __iter__(self) -> Iterator[int]:
-        raise _DiskError("no beginning")
+        raise DiskError("no beginning")
 
 
 def _said_without_beginning(prefetch: Any, depth: int) -> str:
@@ -172,7 +178,7 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
 
     def breaks() -> Iterator[Any]:
         yield from batches[:broken]
-        error = _DiskError(inputs["word"])
+        error = DiskError(inputs["word"])
         error.sector = inputs["sector"]
         raise error
 
@@ -188,8 +194,9 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
     for kind in BREAKS:
         made = [0]
         loop = iter(prefetch(_source(kind, depth, made), depth))
-        for _ in range(0 if kind == BREAKS[-1] else 3):
-            next(loop)
+        with contextlib.suppress(DiskError):  # if it comes too early: that is told above
+            for _ in range(0 if kind == BREAKS[-1] else 3):
+                next(loop)
         time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
         before_break.append(made[0])
         getattr(loop, "close", lambda: None)()
@@ -233,22 +240,24 @@ def judge_ends(case: Case) -> Iterator[Finding]:
                 "None and 0 are batches, too: mark the end with an object of your own.",
                 rank,
             )
-        elif inputs["word"] not in str(answer.get("said")):
+        elif not answer.get("said"):
             yield Finding(
                 "the source raised an error and the loop never heard of it. Catch it in the "
                 "thread, send it through the queue, and raise it in the loop.",
                 rank,
             )
-        elif not str(answer.get("said")).startswith(_DiskError.__name__):
+        elif not str(answer.get("said")).startswith(DiskError.__name__) or inputs[
+            "word"
+        ] not in str(answer.get("said")):
             yield Finding(
-                f"the source raised a {_DiskError.__name__}, and the loop got "
+                f"the source raised a {DiskError.__name__}, and the loop got "
                 f"{str(answer.get('said'))[:200]!r}: raise that error itself, because whoever "
                 "expects it looks for its type.",
                 rank,
             )
         elif not is_same(answer.get("sector"), inputs["sector"]):
             yield Finding(
-                f"the source raised a {_DiskError.__name__} with an attribute, and the error that "
+                f"the source raised a {DiskError.__name__} with an attribute, and the error that "
                 "the loop got has lost it: raise that error itself, not a new one with its text.",
                 rank,
             )
@@ -258,9 +267,9 @@ def judge_ends(case: Case) -> Iterator[Finding]:
                 f"{answer.get('before_error')!r}.",
                 rank,
             )
-        elif answer.get("no_beginning") != _DiskError.__name__:
+        elif answer.get("no_beginning") != DiskError.__name__:
             yield Finding(
-                f"the source raised a {_DiskError.__name__} in iter(), before its first batch, and "
+                f"the source raised a {DiskError.__name__} in iter(), before its first batch, and "
                 "the loop never got it. All that the thread does with the source can fail.",
                 rank,
             )

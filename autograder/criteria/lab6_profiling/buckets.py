@@ -18,6 +18,7 @@ from autograder.criteria.common.answers import (
     is_close,
     item_of,
     returned,
+    short,
     unit_hint,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
@@ -239,7 +240,7 @@ def judge_predictions(case: Case) -> Iterator[Finding]:
             if not is_close(got, wanted):
                 yield Finding(
                     f"{len(drawn['sizes'])} gradients, plan {drawn['plan']}: expected "
-                    f"{wanted:.6g} s, got {got!r}.{_explain_prediction(got, drawn)}",
+                    f"{wanted:.6g} s, got {short(got)}.{_explain_prediction(got, drawn)}",
                     rank,
                 )
                 break
@@ -263,8 +264,15 @@ def _explain_prediction(got: Any, drawn: Values) -> str:
     if hint := unit_hint(got, _seconds(drawn, drawn["plan"])):
         return hint
     value = as_number(got)
-    if value is not None and value < compute:
+    if value is None:
+        return " Is a `return` missing?"
+    if value < compute:
         return " A step is never shorter than its computation."
+    if left_out := sorted(set(range(len(drawn["sizes"]))) - {i for b in drawn["plan"] for i in b}):
+        return (
+            f" Gradients {', '.join(map(str, left_out))} are in no bucket: they do not travel, and "
+            "backward takes its time for them all the same."
+        )
     return " A bucket starts when its last gradient is there and the one before it has arrived."
 
 

@@ -21,7 +21,7 @@ from autograder.criteria.common import emulated, oracle
 from autograder.criteria.common.charged import find_ahead, find_disorder, reaches_all
 from autograder.criteria.common.emulated import even_cluster, is_compute
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab6_profiling.buckets import best_plan, fill_buckets, step_seconds
+from autograder.criteria.lab6_profiling.buckets import best_plan, step_seconds
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.trace import Collective
@@ -72,6 +72,8 @@ def judge_mean(case: Case) -> Iterator[Finding]:
             for i, per_rank in enumerate(zip(*local, strict=True)):
                 mean, got = oracle.mean(per_rank), answer.get(f"g{step}/{i}")
                 hint = oracle.explain_gradient(got, mean, local[rank][i], case.world_size)
+                if not hint and oracle.agrees(got, mean):
+                    hint = "That is right to 7 digits: a bucket has the dtype of its gradients."
                 what = f"step {step}, gradient of parameter {i}"
                 if wrong := oracle.differs(rank, what, got, mean, dtype="float64", hint=hint):
                     yield wrong
@@ -256,7 +258,7 @@ def judge_efficiency(case: Case) -> list[Finding]:
     step_s = seconds_per_step(case)
     if compute_s / step_s >= EFFICIENCY:
         return _late(case)
-    each = compute_s / _predicted(values, fill_buckets(values["sizes"], 0.0))
+    each = compute_s / _predicted(values, [[i] for bucket in values["plan"] for i in bucket])
     late = compute_s / (
         compute_s
         + sum(
@@ -264,13 +266,23 @@ def judge_efficiency(case: Case) -> list[Finding]:
             for bucket in values["plan"]
         )
     )
+    found = _all_reduces(case, 0, 1)
+    sent = len(found) if isinstance(found, list) else 0
+    hint = (
+        "Start a bucket's all-reduce with async_op=True in the hook of its last gradient, and wait "
+        "in finish() only."
+    )
+    if sent > len(values["plan"]):
+        hint = (
+            f"A step sent {sent} all-reduces for {len(values['plan'])} buckets, and each pays the "
+            "latency: put all gradients of a bucket into one."
+        )
     return [
         Finding(
             f"efficiency {compute_s / step_s:.3f}, target {EFFICIENCY}: a step computes for "
             f"{compute_s * 1e3:.1f} ms and takes {step_s * 1e3:.1f} ms of virtual time. Here each "
             f"gradient alone gives {each:.2f}, the plan's buckets all after backward {late:.2f}. "
-            "Start a bucket's all-reduce with async_op=True in the hook of its last gradient, and "
-            "wait in finish() only."
+            f"{hint}"
         )
     ]
 

@@ -103,6 +103,8 @@ def judge_wait(case: Case) -> Iterator[Finding]:
             wait_s, step_s = float(load[1:].mean()), float(work[1:].mean())
             if not is_close(wait, wait_s):
                 hint = unit_hint(wait, wait_s).lstrip() or _WAIT_HINT
+                if is_close(wait, float((load[1:].sum() + load.sum()) / (len(load) - 1))):
+                    hint = "After the last batch the workers end: nobody waits for a batch then."
                 if is_close(wait, float(load.mean())):
                     hint = "The first batch pays for the start of the workers: leave it out."
                 yield Finding(

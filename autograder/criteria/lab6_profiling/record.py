@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -365,7 +365,10 @@ def _spans_problem(inputs: Values, answer: Values, number: int) -> str | None:
     if unknown := sorted({str(k) for k in kinds} - set(KINDS)):
         return f"kind {unknown[0]!r}: expected one of {', '.join(KINDS)}."
     if not is_same(answer.get(f"{number}/ranks"), [inputs["rank"]]):
-        return f"every span has the rank that was given, {inputs['rank']}."
+        told_ranks = str(answer.get(f"{number}/ranks"))[:100]
+        return (
+            f"to_spans was given rank {inputs['rank']}, and its spans have the ranks {told_ranks}."
+        )
     names = answer.get(f"{number}/names")
     known = {str(event.get("name"))[:200] for event in inputs["traces"][number]}
     if not isinstance(names, list) or not set(map(str, names)) <= known:
@@ -374,8 +377,45 @@ def _spans_problem(inputs: Values, answer: Values, number: int) -> str | None:
     right = expected_spans(inputs["traces"][number])
     for kind in KINDS:
         if problem := _kind_problem(kind, got, right):
-            return problem
+            which = f"in trace {number + 1} of {len(inputs['traces'])}, " * (number > 0)
+            if _is_rounded(kind, got, right):
+                return f"{which}{kind}: times are off by less than a microsecond: do not round."
+            example = _example(kind, got, right, inputs["traces"][number])
+            return f"{which}{problem} {example}".strip()
     return None
+
+
+def _example(
+    kind: str, got: list[Span], right: list[Span], events: Sequence[dict[str, Any]]
+) -> str:
+    """An event that is of this kind in one of the two lists only."""
+    wanted, given = (_times(kind, spans) for spans in (right, got))
+    for only, what in (
+        (given - wanted, f"became {kind} and is none"),
+        (wanted - given, f"is {kind} by the table, and no {kind} span of yours has its times"),
+    ):
+        for event in events:
+            begin, length = as_number(event.get("ts")), as_number(event.get("dur"))
+            if begin is None or length is None:
+                continue
+            if (round(begin, 2), round(begin + length, 2)) in only:
+                shown = {k: event[k] for k in ("name", "cat", "ph", "tid", "ts") if k in event}
+                return f"The event {shown}, for example, {what}."
+    return ""
+
+
+def _times(kind: str, spans: list[Span]) -> set[tuple[float, float]]:
+    """Begin and end of each span of a kind, in microseconds."""
+    return {(round(s.start * 1e6, 2), round(s.end * 1e6, 2)) for s in spans if s.kind == kind}
+
+
+def _is_rounded(kind: str, got: list[Span], right: list[Span]) -> bool:
+    """Whether the spans of a kind are the right ones but for fractions of a microsecond."""
+    wanted, given = (sorted(_times(kind, spans)) for spans in (right, got))
+    pairs = list(zip(wanted, given, strict=False))
+    return len(wanted) == len(given) and all(
+        abs(a - b) < 1 for one, other in pairs for a, b in zip(one, other, strict=True)
+    )
 
 
 def _kind_problem(kind: str, got: list[Span], right: list[Span]) -> str | None:

@@ -236,8 +236,11 @@ def _why(found: Any, wanted: Sequence[float], name: str, size: int, base: int) -
     if base > 1 and name == "efficiency" and is_close(middle, wanted[1] / base):
         return f" The fewest ranks are {base}, and their efficiency is 1."
     if name == "efficiency":
-        return " Is each ratio taken within a round, and only of rounds that have both?"
-    return ""
+        return (
+            " Is each ratio one of samples per second (all ranks together have not always the same "
+            "number), taken within a round, and only of rounds that have both?"
+        )
+    return " Is it over all rounds of this number of ranks, also over those that lack others?"
 
 
 # --- communication_overhead ----------------------------------------------------------------------
@@ -361,6 +364,8 @@ def judge_overhead(case: Case) -> Iterator[Finding]:
             wanted = share(max(without), max(with_s))
             of_ranks = list(map(share, without, with_s))
             got = item_of(answer.get("shares"), number)
+            alike = all(item_of(a.get("shares"), number) == got for a in case.answers)
+            of_rounds = 1 - max(without) / (max(with_s) * np.array(noise))
             counts = item_of(answer.get("counts"), number)
             if not is_same(counts, [rounds, rounds]):
                 yield Finding(
@@ -371,7 +376,7 @@ def judge_overhead(case: Case) -> Iterator[Finding]:
                 continue
             hint = (
                 "That is this rank's own share: all wait for the slowest rank."
-                if is_close(got, of_ranks[rank], rtol=1e-4)
+                if is_close(got, of_ranks[rank], rtol=1e-4) and not (alike and len(of_ranks) > 1)
                 else "That is the largest share of a rank: take the maximum of each time first."
                 if is_close(got, max(of_ranks), rtol=1e-4)
                 else "That is without/with."
@@ -380,9 +385,14 @@ def judge_overhead(case: Case) -> Iterator[Finding]:
                 if is_close(got, 1 / (1 - wanted) - 1, rtol=1e-4)
                 else "A share below 0 says that the difference is noise: leave it as it is."
                 if number and is_close(got, 0.0)
-                else "Before the first reading of the clock the device may still be busy, too. The "
-                "machine became slower meanwhile: run both kinds in every round, and take the "
-                "ratio within the round."
+                else "That is the mean over the rounds: take the median."
+                if is_close(got, float(of_rounds.mean()), rtol=1e-4)
+                else "That is the last round alone: take the median of all."
+                if is_close(got, float(of_rounds[-1]), rtol=1e-4)
+                else "That is the lower of the two in the middle: the median lies between them."
+                if is_close(got, float(np.sort(of_rounds)[rounds // 2 - 1]), rtol=1e-4)
+                else "Does every round run both kinds and give one ratio? And at each first look "
+                "at the clock: is the device idle, and are collectives of your own over?"
             )
             shown = as_number(got)
             yield Finding(

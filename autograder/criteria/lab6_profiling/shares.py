@@ -19,6 +19,7 @@ from autograder.criteria.common.answers import (
     is_close,
     item_of,
     returned,
+    short,
     unit_hint,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -223,10 +224,18 @@ def judge_utilisation(case: Case) -> Iterator[Finding]:
 
     def explain(got: float, spans: list[Span], start: float, end: float) -> str:
         compute = [s for s in spans if s.kind == "compute"]
+        right = utilisation(spans, start, end)
+        if end - start < 1e-3 and got > right:
+            return "This window is short: gaps of a few microseconds between kernels count, too."
+        if is_close(got, _as_given(compute, start, end) / (end - start)):
+            return "Spans come in any order: sort them by start first."
+        first, last = min(s.start for s in spans), max(s.end for s in spans)
+        if is_close(got, right * (end - start) / (min(end, last) - max(start, first))):
+            return "Divide by end - start: where nothing happens at its ends, time passes as well."
         clipped = math.fsum(max(0, min(s.end, end) - max(s.start, start)) for s in compute)
         if is_close(got, clipped / (end - start)):
             return "Two computations at the same time count once: merge them first."
-        whole = active_seconds(spans, min(s.start for s in spans), max(s.end for s in spans))
+        whole = active_seconds(spans, first, last)
         if is_close(got, seconds_of(whole, "compute") / (end - start)):
             return "What lies outside the window does not count: clip it."
         busy = (end - start) - active_seconds(spans, start, end).get(frozenset(), 0.0)
@@ -237,6 +246,16 @@ def judge_utilisation(case: Case) -> Iterator[Finding]:
     return _judge_shares(case, "utilisation", utilisation, explain)
 
 
+def _as_given(spans: list[Span], start: float, end: float) -> float:
+    """The seconds that a walk over the spans finds which takes them for sorted."""
+    found, reached = 0.0, start
+    for span in spans:
+        if min(span.end, end) > max(span.start, reached):
+            found += min(span.end, end) - max(span.start, reached)
+            reached = min(span.end, end)
+    return found
+
+
 def judge_overlap(case: Case) -> Iterator[Finding]:
     """The share of communication time that overlaps computation; 1 without communication."""
 
@@ -244,6 +263,8 @@ def judge_overlap(case: Case) -> Iterator[Finding]:
         found = active_seconds(spans, start, end)
         all_s = seconds_of(found, "communication")
         hidden = seconds_of(found, "communication", "compute")
+        if not all_s and any(s.kind == "communication" for s in spans):
+            return "All communication lies outside the window; inside there is none: 1.0."
         if not all_s:
             return "Without communication nothing is exposed: 1.0."
         if is_close(got, 1 - hidden / all_s):
@@ -269,7 +290,7 @@ def _judge_shares(
                 hint = "" if value is None else explain(value, spans, start, end)
                 yield Finding(
                     f"{what} of a trace with {len(spans)} spans: expected {wanted:.4f}, got "
-                    f"{got!r}. {hint}".rstrip(),
+                    f"{short(got)}. {hint}".rstrip(),
                     rank,
                 )
                 break
@@ -301,7 +322,7 @@ def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> s
                 else f"The parts add up to {total:.6g} s, the window has {window_s:.6g} s."
             )
             hint = unit_hint(got[part], wanted[part]).lstrip() or hint
-            return f"{part}: expected {wanted[part]:.6g} s, got {got[part]!r}. {hint}"
+            return f"{part}: expected {wanted[part]:.6g} s, got {short(got[part])}. {hint}"
     return None
 
 
@@ -324,7 +345,12 @@ def _export_problem(trace: Any, spans: list[Span]) -> str | None:
         return "expected a dict with a list under 'traceEvents'."
     complete = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
     if len(complete) != len(spans):
-        return f"expected {len(spans)} events with ph 'X', one per span, got {len(complete)}."
+        hint = ""
+        if len(complete) == sum(s.end > s.start for s in spans):
+            hint = " A span of length 0 gets an event, too."
+        elif len(complete) == len({(s.rank, s.name) for s in spans}):
+            hint = " Many spans have the same name; each gets its own event."
+        return f"expected {len(spans)} events with ph 'X', one per span, got {len(complete)}.{hint}"
     by_name: dict[str, list[Any]] = {}
     for event in complete:
         by_name.setdefault(str(event.get("name")), []).append(event)
@@ -338,7 +364,9 @@ def _export_problem(trace: Any, spans: list[Span]) -> str | None:
         for key, wanted in (("ts", span.start * 1e6), ("dur", (span.end - span.start) * 1e6)):
             if not is_close(event.get(key), wanted, atol=1e-3):
                 hint = "Microseconds." if key == "ts" else "A duration in microseconds, not an end."
-                return f"{key} of a span: expected {wanted:.3f}, got {event.get(key)!r}. {hint}"
+                return (
+                    f"{key} of a span: expected {wanted:.3f}, got {short(event.get(key))}. {hint}"
+                )
         if event.get("pid") != span.rank:
             return f"pid: expected the rank, {span.rank}, got {event.get('pid')!r}."
         if event.get("cat") != span.kind:

@@ -26,7 +26,6 @@ from .ddp_hooks import (
     tree_hook,
 )
 from .direct import direct_all_gather, direct_all_reduce, direct_reduce_scatter
-from .executor import Transport, even_chunks, list_chunks, run_steps
 from .halving_doubling import halving_doubling_all_reduce
 from .hierarchical import hierarchical_all_reduce, node_groups
 from .log import CollectiveLog
@@ -36,6 +35,7 @@ from .ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from .rooted import broadcast, gather, reduce, scatter
 from .schedule import Schedule, Transfer, chunk_offsets, simulate
 from .torch_backend import register
+from .transport import Transport, even_chunks, list_chunks, run_steps
 from .tree import tree_all_reduce
 
 __all__ = [

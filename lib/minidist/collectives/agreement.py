@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from minidist.collectives.algorithms import ring_all_gather_steps
-from minidist.collectives.executor import Transport, even_chunks, run_steps
+from minidist.collectives.transport import Transport, even_chunks, run_steps
 from minidist.errors import MismatchError
 
 _DESCRIPTION_BYTES = 512

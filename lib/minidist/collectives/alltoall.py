@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from minidist.collectives.algorithms import all_to_all_steps
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.executor import Transport, run_steps
 from minidist.collectives.issue import Call, require_writable
+from minidist.collectives.transport import Transport, run_steps
 
 
 def all_to_all(

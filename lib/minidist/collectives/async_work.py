@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minidist.collectives.executor import Transport
+from minidist.collectives.transport import Transport
 from minidist.errors import DeadlineError
 
 _THREAD_BACKENDS = ("gloo", "minidist")

@@ -32,9 +32,9 @@ from minidist.collectives.algorithms import (
     direct_steps,
 )
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.executor import Transport, even_chunks, run_steps
 from minidist.collectives.issue import Call, all_reduce_by, gather_by, reduce_scatter_by
 from minidist.collectives.reduction import Reduction
+from minidist.collectives.transport import Transport, even_chunks, run_steps
 
 # A message larger than this travels in parts, because fresh memory pages for the whole message
 # would cost more than sending it in parts.

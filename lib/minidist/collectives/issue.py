@@ -19,15 +19,15 @@ import torch.distributed as dist
 from minidist.collectives import log
 from minidist.collectives.agreement import agree, agree_on_sizes
 from minidist.collectives.async_work import Channel, CollectiveWork, may_use_thread
-from minidist.collectives.executor import (
+from minidist.collectives.reduction import Reduction
+from minidist.collectives.schedule import Schedule, chunk_offsets
+from minidist.collectives.transport import (
     Chunks,
     Transport,
     even_chunks,
     list_chunks,
     run_steps,
 )
-from minidist.collectives.reduction import Reduction
-from minidist.collectives.schedule import Schedule, chunk_offsets
 
 
 class Call:

@@ -36,9 +36,9 @@ from minidist.collectives.algorithms import (
     ring_steps,
 )
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.executor import Transport, run_steps
 from minidist.collectives.issue import Call, all_reduce_by, gather_by, reduce_scatter_by
 from minidist.collectives.reduction import Reduction
+from minidist.collectives.transport import Transport, run_steps
 
 
 def ring_all_reduce(

@@ -36,8 +36,8 @@ from minidist.collectives.algorithms import (
     scatter_steps,
 )
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.executor import Transport, even_chunks, list_chunks, run_steps
 from minidist.collectives.issue import Call, require_writable
+from minidist.collectives.transport import Transport, even_chunks, list_chunks, run_steps
 
 
 def broadcast(

@@ -160,7 +160,7 @@ class Session:
         if integer(header, "k", 0, 1 << 40) != number:
             raise ProtocolError(f"called its collective number {number} of group {group!r} another")
         key = f"{group}/{number}"
-        name = f"#{number} of {group}"
+        name = f"#{number} of the group of {self._named(members)}"
         slot = self._slots.get(key) or Slot.of(key, name, group, members, call)
         self._add(slot, call, header)
         self._match(slot)
@@ -172,13 +172,14 @@ class Session:
         tag = integer(header, "tag", -(1 << 31), 1 << 31)
         if peer not in members:
             raise ProtocolError(f"{call.kind} with rank {peer}, which is not in group {group!r}")
+        self._last[call.rank] += f" {'to' if call.kind == 'send' else 'from'} rank {peer}"
         ends = (call.rank, peer) if call.kind == "send" else (peer, call.rank)
         path = f"{group}/{ends[0]}>{ends[1]}/{tag}"
         side = (f"{path}/{call.kind}", call.rank)
         number = self._message_counts.get(side, 0)
         self._message_counts[side] = number + 1
         key = f"{path}/{number}"
-        name = f"#{number} {ends[0]} -> {ends[1]} of {group}"
+        name = f"#{number} from rank {ends[0]} to rank {ends[1]}"
         slot = self._slots.get(key) or Slot.of(key, name, group, ends, call)
         self._add(slot, call, header)
         if len(slot.calls) == 2 and not slot.complete(keep=self._keep):
@@ -311,6 +312,10 @@ class Session:
         if len(self._groups) > _MAX_GROUPS:
             raise ProtocolError(f"more than {_MAX_GROUPS} groups in one session")
         return name, members
+
+    def _named(self, members: tuple[int, ...]) -> str:
+        """A group for an error text, where a person cannot know its number."""
+        return "all ranks" if len(members) == self.world_size else f"the ranks {list(members)}"
 
     def _slot_of(self, rank: int, header: dict[str, Any]) -> Slot:
         key = header.get("key")

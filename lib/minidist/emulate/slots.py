@@ -18,9 +18,9 @@ class Slot:
     """The k-th collective of a group, or the n-th message of one direction.
 
     Attributes:
-        number: its name in error texts, such as "#3 0 -> 1 of group"; members: ranks that have to
-        call it; results: raw bytes per rank, until fetched; fetches: unanswered fetches as
-        (rank, request, since); ready: ranks whose result is ready.
+        number: its name in error texts, such as "#3 from rank 0 to rank 1"; members: ranks that
+        have to call it; results: raw bytes per rank, until fetched; fetches: unanswered fetches
+        as (rank, request, since); ready: ranks whose result is ready.
     """
 
     record: Collective
@@ -124,7 +124,8 @@ class Slot:
         return "; ".join(f"rank {call.rank} called {call.describe()}" for call in calls)
 
     def disagreement(self) -> str:
-        text = f"the ranks disagree about collective {self.number}: {self.who_called_what()}"
+        what = "message" if self.is_message else "collective"
+        text = f"the ranks disagree about {what} {self.number}: {self.who_called_what()}"
         if all(call.kind == "all_to_all" for call in self.calls.values()):
             text += "; the sizes sent and expected have to agree pair by pair"
         return text

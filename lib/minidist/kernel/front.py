@@ -1,8 +1,8 @@
 """The front: the process that the notebook talks to. It outlives its ranks and does not trust them.
 
 It imports neither torch nor ipykernel, so it answers within a fraction of a second, and a crash of
-the ranks cannot take it down. `executor.py` runs cells and `generations.py` keeps ranks; this file
-handles all other messages.
+the ranks cannot take it down. `cell_runner.py` runs cells and `generations.py` keeps ranks; this
+file handles all other messages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import zmq.asyncio
 
 from minidist import __version__
 from minidist.kernel.cell import printable
+from minidist.kernel.cell_runner import CellRunner
 from minidist.kernel.client import Client, unaddressed
-from minidist.kernel.executor import Executor
 from minidist.kernel.options import KernelOptions, make_run_dir, parse
 from minidist.processes.lifetime import adopt_orphans
 from minidist.processes.tree import kill_descendants
@@ -56,21 +56,21 @@ class Front:
         self._queue = asyncio.Queue()
         self._working = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.executor = Executor(
+        self.runner = CellRunner(
             client=self.client,
             options=options,
             context=self._context,
             run_dir=self.run_dir,
             output_dir=self._output_dir,
         )
-        self._generations = self.executor.generations
+        self._generations = self.runner.generations
 
     async def run(self) -> None:
         """Serve until told to stop, then end all descendants and remove the files made here."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop.set)
-        loop.add_signal_handler(signal.SIGINT, lambda: self._spawn(self.executor.interrupt()))
+        loop.add_signal_handler(signal.SIGINT, lambda: self._spawn(self.runner.interrupt()))
         self.client.status("starting")
         self._spawn(self._generations.restart())
         for name in ("shell", "control", "stdin", "hb", "iopub"):
@@ -141,13 +141,13 @@ class Front:
         kind = message["header"]["msg_type"]
         if channel == "stdin":
             if kind == "input_reply":
-                self.executor.inbox.typed(message)
+                self.runner.inbox.typed(message)
         elif kind == "execute_request" and channel == "shell":
             self._queue.put_nowait((idents, message, frames))
         elif kind == "kernel_info_request":
             self._answer(channel, idents, message, self._kernel_info())
         elif kind == "interrupt_request":
-            self._spawn(self._later(channel, idents, message, self.executor.interrupt()))
+            self._spawn(self._later(channel, idents, message, self.runner.interrupt()))
         elif kind == "shutdown_request":
             restart = bool(message["content"].get("restart"))
             content = {"status": "ok", "restart": restart}
@@ -184,7 +184,7 @@ class Front:
         self, channel: str, idents: list[bytes], message: dict[str, Any], frames: list[bytes]
     ) -> None:
         """Forward a message to rank 0 unchanged; its reply and output come back unchanged."""
-        if self.executor.to_rank_zero(channel, idents, message, unaddressed(frames)):
+        if self.runner.to_rank_zero(channel, idents, message, unaddressed(frames)):
             return
         kind = message["header"]["msg_type"]
         if kind.endswith("_request"):
@@ -222,11 +222,11 @@ class Front:
     async def _ours(self, content: dict[str, Any]) -> dict[str, Any]:
         action = content.get("action")
         if action == "status":
-            return self.executor.status()
+            return self.runner.status()
         if action == "deadline":
             seconds = content.get("seconds")
             if seconds is None or (isinstance(seconds, int | float) and seconds > 0):
-                self.executor.deadline_s = seconds
+                self.runner.deadline_s = seconds
                 return {"status": "ok"}
             return _refused(f"deadline: expected seconds > 0 or null, got {seconds!r}")
         if action == "restart":
@@ -234,7 +234,7 @@ class Front:
             if ranks is not None and (not isinstance(ranks, int) or not 1 <= ranks <= 1024):
                 return _refused(f"restart: expected a number of ranks or null, got {ranks!r}")
             failed = await self._generations.restart(ranks)
-            return _refused(failed) if failed else self.executor.status()
+            return _refused(failed) if failed else self.runner.status()
         return _refused(f"action: expected restart, deadline or status, got {action!r}")
 
     # -- one cell after the other ----------------------------------------------------------------
@@ -257,7 +257,7 @@ class Front:
     async def _execute(self, idents: list[bytes], message: dict[str, Any]) -> bool:
         """Run a cell; after an internal error it still gets a reply, and the next cell can run."""
         try:
-            return await self.executor.execute(idents, message)
+            return await self.runner.execute(idents, message)
         except Exception as error:
             print(f"minidist.kernel: internal error\n{traceback.format_exc()}", file=sys.stderr)
             content = _refused(printable(f"{type(error).__name__}: {error}"[:1000]))

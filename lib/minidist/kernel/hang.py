@@ -102,8 +102,12 @@ def headline(places: dict[int, Place]) -> str:
     """Why the ranks wait forever, in a line: who called what, if that is known to differ."""
     if found := disagreement({rank: here.numbered for rank, here in places.items()}):
         return found
-    refused = [rank for rank, here in places.items() if here.oversized]
-    return f"rank {refused[0]}: {OVERSIZED}" if refused else "the ranks wait for each other forever"
+    if refused := [rank for rank, here in places.items() if here.oversized]:
+        return f"rank {refused[0]}: {OVERSIZED}"
+    failed = [str(rank) for rank, here in sorted(places.items()) if here.status == "error"]
+    if failed:
+        return f"rank{'s' * (len(failed) > 1)} {', '.join(failed)} failed, and others wait forever"
+    return "the ranks wait for each other forever"
 
 
 def unmoved(before: Place, now: Place) -> bool:

@@ -1,6 +1,7 @@
 """Does all forwards, then all backwards, whatever the schedule says.
 
 loses: pipe_limit
+says: pipe_limit Are steps done in the order of the list
 status: pipe_limit STUDENT_ERROR
 """
 

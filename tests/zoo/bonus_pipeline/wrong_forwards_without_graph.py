@@ -2,6 +2,7 @@
 
 loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_messages, pipe_limit, pipe_time
 because: zeros go back, so no stage but the last learns, whatever the batch and the schedule.
+says: pipe_time forward and 0 backward passes went through this stage
 """
 
 

@@ -1,6 +1,7 @@
 """Subtracts the projections on all columns at once, and only once: nearly parallel ones stay so.
 
 loses: powersgd_dependent
+says: powersgd_dependent subtract one projection after the other
 """
 
 

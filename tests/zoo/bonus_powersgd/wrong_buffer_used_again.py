@@ -1,6 +1,7 @@
 """Keeps one buffer per size: a second call overwrites what the first one returned.
 
 loses: powersgd_mean
+says: powersgd_mean That is the mean of a later call
 """
 
 # %% replaces="task2_packed_mean"

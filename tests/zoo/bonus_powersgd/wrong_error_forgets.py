@@ -2,6 +2,7 @@
 
 loses: powersgd_telescope, powersgd_steps, powersgd_converges
 because: the sum of what is applied and late is wrong, and so is every step after the first.
+says: powersgd_telescope The old error is missing in it.
 """
 
 

@@ -1,6 +1,7 @@
 """Keeps the error of every step and does not add it.
 
 loses: powersgd_telescope, powersgd_steps, powersgd_converges
+says: powersgd_steps no error is added
 because: the sum of what is applied and late is wrong, and so is every step after the first.
 """
 

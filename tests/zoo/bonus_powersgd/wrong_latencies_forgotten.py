@@ -1,6 +1,7 @@
 """Bytes only: three all-reduces cost as many latencies as one.
 
 loses: powersgd_seconds
+says: powersgd_seconds That is with one latency for each step
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: powersgd_columns, powersgd_dependent
 because: columns that are not made orthogonal are wrong whether they depend on each other or not.
+says: powersgd_columns Subtract from each column its projection on every finished one.
 """
 
 

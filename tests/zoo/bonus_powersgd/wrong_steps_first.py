@@ -1,6 +1,7 @@
 """Updates with this rank's own gradient, then reduces.
 
 loses: powersgd_train
+says: powersgd_train reduce_gradients() belongs between backward and the update
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: ring_bytes, ring_neighbours, ring_messages, ring_time
 because: a star breaks all that makes a ring: whole tensors, to everybody, over one link
+says: ring_neighbours this rank sent to ranks 1, 2, 3, expected rank 1 only
 """
 
 

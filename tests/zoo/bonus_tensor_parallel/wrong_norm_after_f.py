@@ -1,6 +1,7 @@
 """f in front of the norms: their gradients are shares.
 
 loses: btp_block
+says: btp_block or f is not where it belongs
 """
 
 

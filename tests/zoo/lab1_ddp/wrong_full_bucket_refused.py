@@ -1,6 +1,7 @@
 """Begins the next bucket before a parameter would fill this one to the last byte.
 
 loses: ddp_scaling
+says: ddp_scaling exactly two layers' gradients
 """
 
 

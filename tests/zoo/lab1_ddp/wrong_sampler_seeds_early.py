@@ -3,6 +3,7 @@
 Every rank's dropout starts anew in every epoch, alike on all ranks.
 
 loses: sampler_epoch
+says: sampler_epoch __init__, set_epoch or __iter__ moved
 """
 
 

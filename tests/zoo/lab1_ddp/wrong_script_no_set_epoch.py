@@ -1,6 +1,7 @@
 """The script never tells the sampler the epoch, so that all epochs have one order.
 
 loses: script
+says: script Other parameters give other losses
 """
 
 # %% replaces="task5_script" tags=["active-ipynb"]

@@ -4,6 +4,7 @@ Their slots still hold the last step's mean, and where p.grad is None it stays N
 reduced on every rank, so nothing hangs.
 
 loses: ddp_unused
+says: ddp_unused it gets the mean of all ranks, too
 """
 
 

@@ -1,6 +1,7 @@
 """Retains every graph and keeps the losses, so no activation is freed.
 
 loses: accum_ddp_collectives
+says: accum_ddp_collectives unless it retains the graph
 """
 
 

@@ -1,6 +1,7 @@
 """Flushes after the loop without asking whether a batch is left: a step without a gradient.
 
 loses: accum_steps
+says: accum_steps Step only for a group
 """
 
 

@@ -1,6 +1,7 @@
 """Divides by the number of tokens of the rank itself: right on one rank, a mean of means over many.
 
 loses: accum_token_gradients
+says: accum_token_gradients divide by the tokens of all ranks
 """
 
 

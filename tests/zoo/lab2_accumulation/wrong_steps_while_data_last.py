@@ -1,6 +1,7 @@
 """Makes as many steps as there are data for, not num_steps.
 
 loses: accum_convergence
+says: accum_convergence make num_steps steps
 """
 
 

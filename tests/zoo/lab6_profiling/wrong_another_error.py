@@ -1,6 +1,7 @@
 """Raises an error of its own from that of the source.
 
 loses: prof_prefetch_ends
+says: prof_prefetch_ends raise that error itself, because whoever expects it looks for its type
 """
 
 

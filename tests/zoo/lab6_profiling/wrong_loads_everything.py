@@ -2,6 +2,7 @@
 
 loses: prof_prefetch, prof_prefetch_ends
 because: what is loaded whole is neither limited nor comes before an error
+says: prof_prefetch_ends expected these first, got []
 """
 
 

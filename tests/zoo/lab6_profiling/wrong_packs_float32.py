@@ -1,6 +1,7 @@
 """Packs gradients as float32 whatever they are.
 
 loses: prof_bucket_mean
+says: prof_bucket_mean a bucket has the dtype of its gradients
 """
 
 

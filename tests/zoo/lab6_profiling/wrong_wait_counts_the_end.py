@@ -1,6 +1,7 @@
 """Takes what is not work for waiting, and so counts the time in which the loader ends.
 
 loses: prof_loader_wait
+says: prof_loader_wait After the last batch the workers end
 """
 
 

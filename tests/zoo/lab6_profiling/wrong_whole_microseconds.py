@@ -2,6 +2,7 @@
 
 loses: prof_spans_cpu, prof_spans_gpu
 because: both traces have times with fractions, as real ones do
+says: prof_spans_cpu times are off by less than a microsecond: do not round
 """
 
 

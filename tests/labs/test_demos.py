@@ -12,13 +12,11 @@ from typing import Any
 import nbformat
 import pytest
 from course import ROOT
-from kernel_helper import place_of_sockets
-from nbclient import NotebookClient
+from demos import LABS, name_of, run_without_errors, solution_up_to, text_of
 
 from minidist import launch
 from minidist.errors import LaunchError
 
-LABS = sorted(path.stem for path in (ROOT / "solutions").glob("*/*.py"))
 # Demos that show something without any task, to which the student's own is then compared.
 SHOWN_FIRST = {
     "lab2_accumulation": {"see_collectives", "see_timeline"},
@@ -33,7 +31,6 @@ MISSED_ELSEWHERE = [
     ("bonus_tensor_parallel", "task8_sequence", ["see_traffic"]),
     ("lab5_multinode", "task5_script", ["see_rehearsal"]),
 ]
-WORDS, NUMBER = re.compile(r"[A-Za-z]\S*"), re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
 NOTHING_YET = re.compile(r"Nothing to \w+ yet: do .* first\.\n")
 
 
@@ -68,30 +65,7 @@ def test_a_task_missed_by_another_process_is_named(lab, of_another_process, caps
         raise LaunchError("another mistake", rank=0)
 
 
-def name_of(cell: nbformat.NotebookNode) -> str:
-    return cell.metadata.get("nbgrader", {}).get("grade_id", "")
-
-
-def text_of(cell: nbformat.NotebookNode) -> str:
-    """What it printed, without the kernel's word on ranks that take long."""
-    text = "".join(output.get("text", "") for output in cell.outputs)
-    return re.sub(r"^\[(after \d+ s|rank \d+: .*)\]\n", "", text, flags=re.MULTILINE)
-
-
-def run_without_errors(notebook: nbformat.NotebookNode, folder: Path) -> None:
-    """Runs it in its own kernel; neither errors nor tracebacks of other programs may show."""
-    where = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=120, allow_errors=True, resources=where)
-    manager = client.create_kernel_manager()
-    manager.transport, manager.ip = "ipc", place_of_sockets()
-    client.execute()
-    for cell in notebook.cells:
-        assert [o for o in cell.outputs if o.output_type == "error"] == [], name_of(cell)
-        assert "Traceback" not in text_of(cell), f"{name_of(cell)}:\n{text_of(cell)}"
-
-
 @pytest.mark.parametrize("lab", LABS)
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_demos_before_the_tasks_are_done(lab: str, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "labs" / lab / f"{lab}.ipynb", as_version=4)
@@ -111,23 +85,7 @@ def test_demos_before_the_tasks_are_done(lab: str, tmp_path: Path) -> None:
     assert told >= 5
 
 
-def solution_up_to(lab: str, demos: list[str]) -> nbformat.NotebookNode:
-    """The solution without checks, with these demos only, up to the last of them."""
-    notebook = nbformat.read(ROOT / "solutions" / lab / f"{lab}.ipynb", as_version=4)
-    cells = []
-    for cell in notebook.cells:
-        is_check = cell.metadata.get("nbgrader", {}).get("grade")
-        is_demo = cell.metadata.get("minidist", {}).get("replay") is False
-        if cell.cell_type == "code" and not is_check and (not is_demo or name_of(cell) in demos):
-            cells.append(cell)
-        if name_of(cell) == demos[-1]:
-            break
-    notebook.cells = cells
-    return notebook
-
-
 @pytest.mark.parametrize(("lab", "missing", "demos"), MISSED_ELSEWHERE)
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_demo_that_lacks_one_task(lab: str, missing: str, demos: list[str], tmp_path) -> None:
     notebook = solution_up_to(lab, demos)
@@ -137,18 +95,3 @@ def test_a_demo_that_lacks_one_task(lab: str, missing: str, demos: list[str], tm
     notebook.cells = cells
     run_without_errors(notebook, tmp_path)
     assert NOTHING_YET.fullmatch(text_of(cells[-1]))
-
-
-@pytest.mark.timeout(300)
-def test_the_pipeline_against_ddp_shows_what_is_expected(tmp_path: Path) -> None:
-    """The table under the demo, from the reference solution."""
-    source = (ROOT / "solutions" / "bonus_pipeline" / "bonus_pipeline.py").read_text("utf-8")
-    below = source[source.index('# %% demo="see_against"') :]
-    expected = below.split("# Expected:\n#\n# ```\n")[1].split("# ```")[0].replace("\n# ", "\n")
-    notebook = solution_up_to("bonus_pipeline", PIPELINE_DEMOS)
-    run_without_errors(notebook, tmp_path)
-    shown = text_of(notebook.cells[-1])
-    assert WORDS.findall(shown) == WORDS.findall(expected)
-    numbers = [[float(n) for n in NUMBER.findall(text)] for text in (shown, expected)]
-    assert len(numbers[0]) > 30
-    assert numbers[0] == pytest.approx(numbers[1], rel=0.05)

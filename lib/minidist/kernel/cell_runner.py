@@ -28,7 +28,7 @@ from minidist.kernel.outputs import Outputs, label
 from minidist.kernel.watch import Watch, places_of, states_of
 
 
-class Executor:
+class CellRunner:
     """Runs one cell after the other on the present ranks.
 
     Attributes:
