@@ -62,7 +62,7 @@ check: $(VENV)/.installed-dev ## check what has changed since the last commit: s
 test-all: test test-rest ## run every test, in 40 minutes on two cores (PART=kernel)
 
 test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
-	@$(PYTEST) $$(($(WORKERS) + 1)) -m slow $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
+	@$(PYTEST) $$(($(WORKERS) + 1)) -m "slow and not nightly" $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 flake: $(VENV)/.installed-dev ## run tests 30 times on a busy machine, in the background, and write a table (PART=kernel)
 	@mkdir -p build/flake
@@ -77,10 +77,9 @@ soak: $(VENV)/.installed-dev ## grade every right submission ten times with all 
 
 nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, every attack, the proof one by one and with other draws, solutions at 1 to 4 and 8 ranks, students' lectures, every layout of lecture 9, 1,000 submissions through Slurm, every benchmark once (FAULTS=...)
 	@$(BIN)/python tests/helpers/faults.py $(FAULTS)
-	@ATTACKS=all $(BIN)/python -m pytest tests/attacks/test_attacks.py
 	@$(BIN)/python -m autograder verify --alone
 	@$(BIN)/python -m autograder verify --draws 20
-	@SIZES=all $(BIN)/python -m pytest tests -k "runs_as_a_script or tiny_jobs or best_of_all or in_the_students_folder"
+	@$(BIN)/python -m pytest -m nightly
 	@$(BIN)/python benchmarks --quick
 	@$(BIN)/python benchmarks/stock_graders.py --only hooks/ast_transformer
 

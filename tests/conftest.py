@@ -109,6 +109,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
     # What stays in one process takes long, so it begins first.
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     _leave_numbers_of_ranks_to_the_rest(items)
@@ -131,7 +134,7 @@ def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
     sizes: dict[str, set[object]] = {}
     ranks: list[tuple[pytest.Item, str, object]] = []
     for item in items:
-        given = getattr(item, "callspec", None)
+        given = None if item.get_closest_marker("nightly") else getattr(item, "callspec", None)
         for name in ("world_size", "num_ranks", "n"):
             if given and name in given.params:
                 test = item.nodeid.partition("[")[0]

@@ -1,15 +1,14 @@
 """No submission of the attack corpus gets a point that it has not earned, or touches another's.
 
-`make test` grades one of each group that is marked `ci: yes`, `make test-all` all that are, and
-ATTACKS=all the whole corpus (about half an hour on two cores). `python
-tests/helpers/attack_grader.py FOLDER NAME` grades one and shows what is wrong with it.
+`make test` grades those with a line `ci: yes`, one or more of each group, and `make nightly` all
+(about half an hour on two cores). `python tests/helpers/attack_grader.py FOLDER NAME` grades one
+and shows what is wrong with it.
 """
 
 from __future__ import annotations
 
 import html.parser
 import json
-import os
 import shutil
 
 import pytest
@@ -24,13 +23,6 @@ from autograder.submission.outputs import MAX_DEPTH, Tidier
 from minidist.kernel import magics
 
 ATTACKS = {attack.title: attack for attack in load_attacks()}
-EVERYTHING = os.environ.get("ATTACKS") == "all"
-RUN = [
-    title
-    for title, attack in ATTACKS.items()
-    if EVERYTHING or (attack.in_ci and not attack.same_as)
-]
-FIRST = {ATTACKS[title].group: title for title in reversed(RUN)}
 needs_box = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 
 
@@ -49,7 +41,7 @@ def attacked(tmp_path_factory):
 @needs_box
 @pytest.mark.parametrize(
     "title",
-    [pytest.param(t, marks=[pytest.mark.slow] * (t not in FIRST.values())) for t in RUN],
+    [pytest.param(t, marks=[pytest.mark.nightly] * (not a.in_ci)) for t, a in ATTACKS.items()],
 )
 def test_an_attack_comes_to_nothing(attacked, title):
     assert attacked.grade(ATTACKS[title]).problems == []
@@ -145,7 +137,7 @@ class _Page(html.parser.HTMLParser):
 @pytest.mark.slow
 def test_pages_and_tables_are_safe_to_open(tmp_path_factory):
     course = TestCourse.make(tmp_path_factory.mktemp("course"))
-    titles = [t for t, a in ATTACKS.items() if a.group == "output" and (EVERYTHING or a.in_ci)]
+    titles = [t for t, a in ATTACKS.items() if a.group == "output"]
     for title in titles:
         ATTACKS[title].write(course.root / "class" / title.partition("/")[2])
     course.grade(str(course.root / "class"))

@@ -324,14 +324,17 @@ def ends(cluster):
 
 @pytest.mark.timeout(7200)  # of a thousand; of nine, WITHIN_S is the limit
 @pytest.mark.slow
-def test_tiny_jobs_are_one_array_and_few_questions(course, cluster, request, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("students", "within_s"), [(9, WITHIN_S), pytest.param(1000, 3600, marks=pytest.mark.nightly)]
+)
+def test_tiny_jobs_are_one_array_and_few_questions(
+    course, cluster, request, tmp_path, monkeypatch, students, within_s
+):
     """What the grader calls is counted on its way to the real command; the test calls others.
 
-    Nine submissions, with SIZES=all a thousand. Each job asks for one of the nodes' made-up GPUs,
-    and says which one it got.
+    Each job asks for one of the nodes' made-up GPUs, and says which one it got.
     """
     request.getfixturevalue("ends")  # not as an argument: `course` waits for nodes without jobs
-    students, within_s = (1000, 3600) if os.environ.get("SIZES") == "all" else (9, WITHIN_S)
     given = tmp_path / "given"
     (course.root / "course.toml").write_text(
         "[slurm]\npoll_s = 4\nsettle_s = 3\narray_parallelism = 3\ncpus = 1\ngpus = 1\n"

@@ -237,7 +237,7 @@ def two_parts(monkeypatch):
     monkeypatch.setattr(runner, "PARTS", parts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_run_does_what_the_first_one_could_not(tmp_path, two_parts, capsys):
     out = tmp_path / "r.json"
     arguments = ["--rehearse", "--out", str(out), "--commit", "mine"]
@@ -410,7 +410,7 @@ def test_a_lab_whose_solution_loses_points_is_a_failed_row():
     assert (slow["met"], quick["met"]) == (False, True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lab_is_graded_where_nothing_is_installed(monkeypatch):
     """As on a machine that has Python, the packages, and a copy of this folder."""
     monkeypatch.setattr(labs, "is_installed", lambda: False)

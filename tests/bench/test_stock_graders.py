@@ -81,7 +81,7 @@ with open(f"{sys.argv[2]}{os.environ['RANK']}", "w") as file:
 
 @pytest.mark.parametrize(
     ("base", "passes"),
-    [("reference", True), pytest.param("starter", False, marks=pytest.mark.slow)],
+    [("reference", True), pytest.param("starter", False, marks=pytest.mark.nightly)],
 )
 def test_the_check_that_is_copied_judges_in_every_kind_of_world(base, passes, tmp_path):
     cells = _named(_base(base))

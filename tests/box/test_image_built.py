@@ -31,7 +31,7 @@ FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 LIMITS = [f"--ulimit=nofile={FILES}:{FILES}", "--ulimit=nproc=4096:4096"]
 MISSING = [name for name in ("podman", "mmdebstrap", "catatonit") if shutil.which(name) is None]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed"),
 ]

@@ -22,7 +22,7 @@ LIBRARY = ROOT / "lib" / "minidist"
 MISSING = {"minidist.precision.scaler": ("lab4_amp",), "minidist.elastic": ("lab5_multinode",)}
 LABS = [name for name in lab_names() if name.startswith("lab")]
 # Each lecture that comes before all labs are over, and the lab that most of its code waits for.
-# First the two of which most waits: the others run with SIZES=all (`make nightly`).
+# CI runs the first two, of which most waits, and `make nightly` the others.
 MOST_WAITS = [
     ("lab6_profiling", "11_finding_the_time"),
     ("lab1_ddp", "03_data_parallelism"),
@@ -32,7 +32,7 @@ MOST_WAITS = [
     ("lab4_amp", "06_mixed_precision"),
     ("lab5_multinode", "10_many_nodes"),
     ("lab6_profiling", "09_hybrid_and_planning"),
-][: None if os.environ.get("SIZES") == "all" else 2]
+]
 
 
 def lecture(tmp_path, *sources, outputs=()):
@@ -159,7 +159,10 @@ def test_every_name_that_a_lecture_reads_is_there(released, lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lab", "name"), MOST_WAITS)
+@pytest.mark.parametrize(
+    ("lab", "name"),
+    MOST_WAITS[:2] + [pytest.param(*each, marks=pytest.mark.nightly) for each in MOST_WAITS[2:]],
+)
 def test_a_lecture_runs_in_the_students_folder(released, tmp_path, lab, name):
     folder = released(lab)
     code = f"""

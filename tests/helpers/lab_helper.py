@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from course import ROOT
 from leftovers import assert_nothing_left, find_leftovers
 
@@ -17,9 +18,11 @@ from autograder.referee.referee import draw_for
 from minidist.emulate.trace import Trace
 
 
-def sizes(*sizes: int) -> tuple[int, ...]:
-    """World sizes at which a solution is run as a script; `make nightly` runs more of them."""
-    return (1, 2, 3, 4, 8) if os.environ.get("SIZES") == "all" else sizes
+def sizes(*in_ci: int) -> list[Any]:
+    """World sizes at which a solution is run as a script: in CI these, in `make nightly` others."""
+    return [
+        pytest.param(n, marks=[pytest.mark.nightly] * (n not in in_ci)) for n in (1, 2, 3, 4, 8)
+    ]
 
 
 # A rank whose process group outlives `destroy_process_group` (DDP keeps it) may be aborted by torch

@@ -1,6 +1,7 @@
 """The proof that the labs' tests are right: the kill matrix of every lab.
 
-Here a part of each class is graded in which every criterion is lost once; `make verify` grades all.
+Here a part of each lab's class is graded in which every criterion is lost once, of a bonus its
+reference and its starter only (in `make nightly` such a part, too); `make verify` grades all.
 """
 
 from __future__ import annotations
@@ -20,9 +21,23 @@ from autograder.proof.zoo import combine, load_zoo
 LAB1 = get_lab("lab1_ddp")
 
 
-@pytest.mark.parametrize("name", lab_names())
-@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", [name for name in lab_names() if name.startswith("bonus")])
 @pytest.mark.slow
+def test_the_reference_of_a_bonus_keeps_what_its_starter_loses(name):
+    only, sandbox = ("reference", "starter"), probe_support().works
+    proof = verify_lab(name, Console(quiet=True), only=only, sandbox=sandbox)
+    assert len(proof.rows) == 2
+    assert proof.problems == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.nightly if n.startswith("bonus") else pytest.mark.slow)
+        for n in lab_names()
+    ],
+)
+@pytest.mark.timeout(1500)
 def test_each_submission_loses_exactly_what_it_breaks(name):
     proof = verify_lab(name, Console(quiet=True), covering=True, sandbox=probe_support().works)
     Console(width=140).print(matrix_table(proof))

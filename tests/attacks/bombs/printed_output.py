@@ -1,7 +1,6 @@
 """Prints a hundred megabytes on every rank, in one line, in many and past Python.
 
 passes: nothing
-ci: yes
 """
 
 # %% put="after imports"

@@ -4,7 +4,6 @@ Then it reduces after backward, which now costs hardly more than the forward pas
 
 base: reference
 passes: everything but ddp_buckets, ddp_overlap, ddp_scaling
-ci: yes
 """
 
 

@@ -4,7 +4,6 @@ When a rank ends is a matter of luck, so each of them waits for a random time.
 
 base: reference
 passes: everything
-ci: yes
 """
 
 # %% put="after imports"

@@ -1,7 +1,6 @@
 """Right, with cells of its own: notes, scratch work, helpers, empty ones, one that raises.
 
 base: reference
-ci: yes
 """
 
 # %% put="after imports"

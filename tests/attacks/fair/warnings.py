@@ -1,7 +1,6 @@
 """Right, with warnings on stderr from everywhere, logging included.
 
 base: reference
-ci: yes
 """
 
 # %% put="after imports"

@@ -1,7 +1,6 @@
 """Outputs that are text, metadata that is a number, a minor version in words: other readers stop.
 
 same as: starter
-ci: yes
 """
 
 

@@ -2,7 +2,6 @@
 
 passes: nothing
 status: ddp_scaling NOT_RUN
-ci: yes
 """
 
 # %% put="after imports"

@@ -4,7 +4,6 @@ Whoever passes them on unread has the notebook's client fail, and with it the gr
 
 base: reference
 passes: everything
-ci: yes
 """
 
 # %% put="after imports"

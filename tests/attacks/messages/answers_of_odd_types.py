@@ -4,7 +4,6 @@ passes: nothing
 status: setup WRONG
 status: train_loss WRONG
 status: ddp_gradients WRONG
-ci: yes
 """
 
 # %% put="after imports"

@@ -4,7 +4,6 @@ The connection is closed for it, and with it go the criteria that need that clus
 
 base: reference
 passes: everything but ddp_buckets, ddp_overlap, ddp_scaling
-ci: yes
 """
 
 # %% put="before setup"

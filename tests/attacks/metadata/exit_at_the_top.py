@@ -1,7 +1,6 @@
 """Leaves with status 0 in the first cell; runners that stop there give full marks for the rest.
 
 passes: nothing
-ci: yes
 """
 
 # %% put="first"

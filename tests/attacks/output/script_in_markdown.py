@@ -1,7 +1,6 @@
 """Writes scripts into the text cells, which feedback and formgrader show as HTML.
 
 passes: nothing
-ci: yes
 """
 
 

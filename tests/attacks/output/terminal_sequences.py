@@ -2,7 +2,6 @@
 
 passes: nothing
 status: setup STUDENT_ERROR
-ci: yes
 """
 
 # %% replaces="task1_setup"

@@ -5,7 +5,6 @@ knows which case it is, a rank needs no other rank to answer.
 
 passes: nothing
 status: gradients_in_sync WRONG
-ci: yes
 """
 
 

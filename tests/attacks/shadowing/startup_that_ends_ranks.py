@@ -2,7 +2,6 @@
 
 base: reference
 passes: everything
-ci: yes
 """
 
 # %% put="after imports"

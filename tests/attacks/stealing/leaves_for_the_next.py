@@ -1,7 +1,6 @@
 """Leaves files in every shared place for the next submission, which would print them.
 
 passes: nothing
-ci: yes
 """
 
 # %% put="after imports"
