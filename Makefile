@@ -79,15 +79,16 @@ nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, 
 	@$(BIN)/python tests/helpers/faults.py $(FAULTS)
 	@$(BIN)/python -m autograder verify --alone
 	@$(BIN)/python -m autograder verify --draws 20
-	@$(BIN)/python -m pytest -m nightly
+	@$(PYTEST) $(WORKERS) -m nightly
 	@$(BIN)/python benchmarks --quick
 	@$(BIN)/python benchmarks/stock_graders.py --only hooks/ast_transformer
 
 claims: $(VENV)/.installed ## run every lecture and list what it claims: verdict, kind, sources
 	@mkdir -p build/claims build/lectures; rm -f build/claims/*.jsonl
-	@for file in notebooks/[0-9]*.ipynb; do name="$$(basename "$$file" .ipynb)"; echo "running $$name"; \
+	@for file in notebooks/[0-9]*.ipynb; do name="$$(basename "$$file" .ipynb)"; SECONDS=0; \
 	  MINIDIST_CLAIMS="$(CURDIR)/build/claims/$$name.jsonl" MINIDIST_LECTURE="$$name" \
-	  $(BIN)/python -m papermill --no-progress-bar --log-level ERROR --cwd build/lectures "$$file" "build/lectures/$$name.ipynb"; done
+	  $(BIN)/python -m papermill --no-progress-bar --log-level ERROR --cwd build/lectures "$$file" "build/lectures/$$name.ipynb"; \
+	  echo "$$name ran in $$SECONDS s"; done
 	@$(BIN)/python -m minidist.claims build/claims/*.jsonl notebooks/claims.csv notebooks/[0-9]*.py
 
 planner-report: $(VENV)/.installed ## every published run: what the planner predicts, and how far off it is (REPORT_ARGS=--short)

@@ -109,12 +109,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("nightly"):
-            item.add_marker(pytest.mark.slow)
     # What stays in one process takes long, so it begins first.
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     _leave_numbers_of_ranks_to_the_rest(items)
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -127,9 +127,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
-    """Of a test for several numbers of ranks, `make test` runs 1 and 3; the others are slow.
+    """Of a test for several numbers of ranks, `make test` runs 1 and 3, `make test-all` also 4.
 
-    3 ranks, which do not divide, find most of what 2 and 4 find.
+    3 ranks, which do not divide, find most of what 2 and 4 find; 2 are left to `make nightly`.
     """
     sizes: dict[str, set[object]] = {}
     ranks: list[tuple[pytest.Item, str, object]] = []
@@ -141,8 +141,10 @@ def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
                 sizes.setdefault(test, set()).add(given.params[name])
                 ranks.append((item, test, given.params[name]))
     for item, test, size in ranks:
-        if size == 4 or (size == 2 and 3 in sizes[test]):
+        if size == 4:
             item.add_marker(pytest.mark.slow)
+        elif size == 2 and 3 in sizes[test]:
+            item.add_marker(pytest.mark.nightly)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -106,7 +106,7 @@ def test_validate_tells_a_student_what_is_missing(course):
     assert re.search(r"setup  0/5  every rank joins one process group\n\s*not started", said), said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_validate_passes_the_solution(course):
     solution = f"solutions/{LAB}/{LAB}.ipynb"
     done = course.run("-m", "nbgrader", "validate", solution)

@@ -6,17 +6,11 @@ import re
 from pathlib import Path
 
 import nbformat
-import pytest
 from course import ROOT
 from kernel_helper import place_of_sockets
 from nbclient import NotebookClient
 
 LABS = sorted(path.stem for path in (ROOT / "solutions").glob("*/*.py"))
-# To run a notebook of each takes long: CI does so for the labs, `make nightly` for bonuses.
-LABS_TO_RUN = [
-    pytest.param(lab, marks=pytest.mark.nightly if lab.startswith("bonus") else pytest.mark.slow)
-    for lab in LABS
-]
 
 
 def name_of(cell: nbformat.NotebookNode) -> str:

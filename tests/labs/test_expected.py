@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from course import ROOT
-from demos import LABS, LABS_TO_RUN, is_demo, name_of, run_without_errors, solution_up_to, text_of
+from demos import LABS, is_demo, name_of, run_without_errors, solution_up_to, text_of
 
 approx = pytest.approx
 Check = Callable[[str], object]
@@ -405,7 +405,10 @@ AS_EXPECTED = re.compile(r"^(?!broken).*?(\S+) +\(expected ([^ )]+)( for both| e
 NOT_FOUND = "handed out when this lab is over"  # said by `minidist.beside.beside`
 
 
-@pytest.mark.parametrize("lab", LABS_TO_RUN)
+@pytest.mark.parametrize(
+    "lab",
+    [pytest.param(lab, marks=[pytest.mark.nightly] * (lab != "bonus_pipeline")) for lab in LABS],
+)
 def test_the_reference_shows_what_is_expected(lab: str, tmp_path: Path) -> None:
     says = says_what_is_expected(lab)
     solution = nbformat.read(ROOT / "solutions" / lab / f"{lab}.ipynb", as_version=4)

@@ -39,8 +39,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", sizes(1, 2))
-@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", sizes())
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(NAME, num_ranks, tmp_path)
 

@@ -31,8 +31,7 @@ def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
     return draw_for(b"test", LAB, criterion, attempt, world_size)
 
 
-@pytest.mark.parametrize("num_ranks", sizes(3))
-@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", sizes())
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(LAB, num_ranks, tmp_path)
 

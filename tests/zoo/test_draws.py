@@ -48,7 +48,7 @@ def test_draws_with_an_unexpected_verdict_are_named(monkeypatch):
     assert 0 < named.count("lucky") < 12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_faults_hide_one_another_each_counts_alone(monkeypatch):
     """Two wrong submissions as one that loses nothing: the proof holds, as each loses alone."""
     (reference,) = load_zoo(LAB, "reference")

@@ -25,7 +25,7 @@ LAB1 = get_lab("lab1_ddp")
 @pytest.mark.slow
 def test_the_reference_of_a_bonus_keeps_what_its_starter_loses(name):
     only, sandbox = ("reference", "starter"), probe_support().works
-    proof = verify_lab(name, Console(quiet=True), only=only, sandbox=sandbox)
+    proof = verify_lab(name, Console(quiet=True), only=only, jobs=1, sandbox=sandbox)
     assert len(proof.rows) == 2
     assert proof.problems == ()
 
@@ -39,7 +39,8 @@ def test_the_reference_of_a_bonus_keeps_what_its_starter_loses(name):
 )
 @pytest.mark.timeout(1500)
 def test_each_submission_loses_exactly_what_it_breaks(name):
-    proof = verify_lab(name, Console(quiet=True), covering=True, sandbox=probe_support().works)
+    sandbox = probe_support().works
+    proof = verify_lab(name, Console(quiet=True), covering=True, jobs=1, sandbox=sandbox)
     Console(width=140).print(matrix_table(proof))
     assert proof.problems == ()
     wrong = [row for row in proof.rows if row.name.startswith("wrong")]
