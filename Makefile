@@ -31,7 +31,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Without compiled files every kernel, rank and grader would compile the course anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Much of what tests do is waiting: one process more than there are cores, and one more for slow ones.
+# Much of what tests do is waiting: one process more than there are cores.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --numprocesses
 IN_PART := $(addprefix tests/,$(PART))
@@ -62,7 +62,7 @@ check: $(VENV)/.installed-dev ## check what has changed since the last commit: s
 test-all: test test-rest ## run every test, in 40 minutes on two cores (PART=kernel)
 
 test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
-	@$(PYTEST) $$(($(WORKERS) + 1)) -m "slow and not nightly" $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
+	@$(PYTEST) $(WORKERS) -m "slow and not nightly" $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 flake: $(VENV)/.installed-dev ## run tests 30 times on a busy machine, in the background, and write a table (PART=kernel)
 	@mkdir -p build/flake
@@ -75,7 +75,7 @@ verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong s
 soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
 	@$(BIN)/python tests/helpers/soak.py $(SOAK_ARGS)
 
-nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, every attack, the proof one by one and with other draws, solutions at 1 to 4 and 8 ranks, students' lectures, every layout of lecture 9, 1,000 submissions through Slurm, every benchmark once (FAULTS=...)
+nightly: $(VENV)/.installed-dev ## what takes long: tests marked `nightly`, 50 kills in a class of 200, the proof one by one and with other draws, every benchmark once (FAULTS=...)
 	@$(BIN)/python tests/helpers/faults.py $(FAULTS)
 	@$(BIN)/python -m autograder verify --alone
 	@$(BIN)/python -m autograder verify --draws 20

@@ -38,7 +38,7 @@ MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
 FULL_BYTES = 100_000  # of a file: a lab's notebook as it was run has more
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_every_part_is_killed_in_a_class(tmp_path):
     """Every part is killed once; each submission has one verdict, and the one it has earned."""
     course = TestCourse.make(tmp_path / "course")
