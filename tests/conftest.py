@@ -127,9 +127,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
-    """Of a test for several numbers of ranks, `make test` runs 1 and 3, `make test-all` also 4.
+    """Of a test for several numbers of ranks, `make test` runs 1 and 3, `make nightly` the others.
 
-    3 ranks, which do not divide, find most of what 2 and 4 find; 2 are left to `make nightly`.
+    3 ranks, which do not divide, find most of what 2 and 4 find. A test for 4 and not 3 is slow.
     """
     sizes: dict[str, set[object]] = {}
     ranks: list[tuple[pytest.Item, str, object]] = []
@@ -141,10 +141,10 @@ def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
                 sizes.setdefault(test, set()).add(given.params[name])
                 ranks.append((item, test, given.params[name]))
     for item, test, size in ranks:
-        if size == 4:
-            item.add_marker(pytest.mark.slow)
-        elif size == 2 and 3 in sizes[test]:
+        if size in (2, 4) and 3 in sizes[test]:
             item.add_marker(pytest.mark.nightly)
+        elif size == 4:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -35,7 +35,7 @@ def _interrupted(kernel: Kernel, code: str) -> Result:
     return kernel.run(meet + code, stop=says_now)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fifty_deadlocks_in_one_notebook() -> None:
     cut = 0
     with new_kernel() as kernel:

@@ -253,7 +253,7 @@ def _observed(name, subject, draws):
 
 
 @pytest.mark.parametrize(("lab", "criterion"), EXTRA, ids=[c.name for _, c in EXTRA])
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.nightly), 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.slow
 def test_what_is_observed_reaches_the_judge(lab, criterion, num_ranks, monkeypatch):
     draws = criterion.draw(draw_for(b"t", lab.name, criterion.name, "one", num_ranks))

@@ -79,7 +79,7 @@ def test_a_killed_rank_costs_time_and_nothing_else(tmp_path):
     assert len(losses(whole)) == 12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_is_told_to_end_saves_first_and_goes_on_later(tmp_path):
     whole, told = tmp_path / "whole", tmp_path / "told"
     whole.mkdir()
