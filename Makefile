@@ -59,7 +59,7 @@ test: $(VENV)/.installed-dev ## check style, types and built files, and run all 
 check: $(VENV)/.installed-dev ## check what has changed since the last commit: style, types and the tests nearest to it, in a minute
 	@$(BIN)/python tests/helpers/check.py --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test-all: test test-rest ## run every test, in 40 minutes on two cores (PART=kernel)
+test-all: test test-rest ## run every test but those marked nightly, in 40 minutes on two cores (PART=kernel)
 
 test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
 	@$(PYTEST) $(WORKERS) -m "slow and not nightly" $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
