@@ -172,7 +172,7 @@ def _grade(course: TestCourse, *options: str, **more) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_disk_is_told_and_costs_nobody_a_point(course):
     """A limit on the size of files fails where a full disk does, and needs no disk to be full."""
 

@@ -105,6 +105,7 @@ def graded(course):
     return sorted(each["record"].student for each in entries(course, "submission"))
 
 
+@pytest.mark.nightly
 def test_an_exchange_is_watched_killed_and_watched_on(tmp_path):
     term = Exchange(tmp_path)
     course = term.course
