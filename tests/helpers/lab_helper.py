@@ -13,6 +13,7 @@ import pytest
 from course import ROOT
 from leftovers import assert_nothing_left, find_leftovers
 
+from autograder.criteria import lab_names
 from autograder.criteria.criterion import Case, Criterion, Lab, Values
 from autograder.referee.referee import draw_for
 from minidist.emulate.trace import Trace
@@ -22,6 +23,14 @@ def sizes(*in_ci: int) -> list[Any]:
     """World sizes at which a solution is run as a script: in CI these, in `make nightly` others."""
     return [
         pytest.param(n, marks=[pytest.mark.nightly] * (n not in in_ci)) for n in (1, 2, 3, 4, 8)
+    ]
+
+
+def labs_and_bonuses() -> list[Any]:
+    """Their names, for a slow test: CI runs it for the labs, `make nightly` for bonuses."""
+    return [
+        pytest.param(n, marks=pytest.mark.nightly if n.startswith("bonus") else pytest.mark.slow)
+        for n in lab_names()
     ]
 
 

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from course import ROOT
 from demos import LABS, name_of, run_without_errors, solution_up_to, text_of
+from lab_helper import labs_and_bonuses
 
 from minidist import launch
 from minidist.errors import LaunchError
@@ -65,13 +66,7 @@ def test_a_task_missed_by_another_process_is_named(lab, of_another_process, caps
         raise LaunchError("another mistake", rank=0)
 
 
-@pytest.mark.parametrize(
-    "lab",
-    [
-        pytest.param(n, marks=pytest.mark.nightly if n.startswith("bonus") else pytest.mark.slow)
-        for n in LABS
-    ],
-)
+@pytest.mark.parametrize("lab", labs_and_bonuses())
 def test_demos_before_the_tasks_are_done(lab: str, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "labs" / lab / f"{lab}.ipynb", as_version=4)
     notebook.cells = [

@@ -51,10 +51,7 @@ def outputs_of(notebook) -> list:
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=when(p), id=p.stem) for p in LECTURES],
-)
+@pytest.mark.parametrize("path", [pytest.param(p, marks=when(p), id=p.stem) for p in LECTURES])
 def test_lecture(path, tmp_path, monkeypatch):
     notebook, made = run(path, tmp_path, monkeypatch)
     outputs = outputs_of(notebook)

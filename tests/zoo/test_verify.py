@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from lab_helper import labs_and_bonuses
 from made_records import made_record
 from rich.console import Console
 
@@ -30,13 +31,7 @@ def test_the_reference_of_a_bonus_keeps_what_its_starter_loses(name):
     assert proof.problems == ()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.nightly if n.startswith("bonus") else pytest.mark.slow)
-        for n in lab_names()
-    ],
-)
+@pytest.mark.parametrize("name", labs_and_bonuses())
 @pytest.mark.timeout(1500)
 def test_each_submission_loses_exactly_what_it_breaks(name):
     sandbox = probe_support().works
