@@ -7,9 +7,8 @@ WORLD_SIZE. These helpers let a rank believe that it is one of several nodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autograder.criteria.common.pretending import having, namespace, pretending
-from autograder.criteria.criterion import Context, Values
-
-Observe = Callable[[Any, Values, Context], Values]
+from autograder.criteria.criterion import Context
 
 
 def environment(rank: int, world_size: int, per_node: int) -> dict[str, str]:
@@ -45,10 +42,11 @@ def meeting_place(init_method: Any = None) -> str:
 
 
 @contextmanager
-def on_nodes(context: Context, written: Any, per_node: int) -> Iterator[None]:
-    """Inside, nodes have `per_node` ranks, as far as the environment tells.
+def on_two_nodes(context: Context, written: Any) -> Iterator[None]:
+    """Inside, the last rank is alone on a second node, as far as the environment tells.
 
-    Not on GPUs, where LOCAL_RANK says which one is free.
+    Every check runs so: code that takes LOCAL_RANK for RANK, or LOCAL_WORLD_SIZE for WORLD_SIZE,
+    gives something else then. Not on GPUs, where LOCAL_RANK says which one is free.
 
     Args:
         written: of the notebook.
@@ -56,32 +54,12 @@ def on_nodes(context: Context, written: Any, per_node: int) -> Iterator[None]:
     if context.device.type != "cpu":
         yield
         return
-    places = environment(context.rank, context.world_size, per_node)
+    places = environment(context.rank, context.world_size, max(1, context.world_size - 1))
     with mock.patch.dict(os.environ, places), on_cpu(written):
         yield
 
 
-def on_two_nodes(context: Context, written: Any) -> AbstractContextManager[None]:
-    """Inside, the last rank is alone on a second node.
-
-    Every check runs so: code that takes LOCAL_RANK for RANK, or LOCAL_WORLD_SIZE for WORLD_SIZE,
-    gives something else then.
-    """
-    return on_nodes(context, written, max(1, context.world_size - 1))
-
-
-EACH_ALONE = "(Each rank is alone on its node here: LOCAL_RANK is 0, LOCAL_WORLD_SIZE is 1.)"
-
-
-def on_own_node(observe: Observe) -> Observe:
-    """`observe`, with each rank on a node of its own, as far as the environment tells."""
-
-    @wraps(observe)
-    def observed(subject: Any, inputs: Values, context: Context) -> Values:
-        with on_nodes(context, subject, 1):
-            return observe(subject, inputs, context)
-
-    return observed
+LAST_ALONE = "(The last rank is alone on a second node here: its LOCAL_RANK is 0.)"
 
 
 @contextmanager

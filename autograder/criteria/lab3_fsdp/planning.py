@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.common.answers import is_close, item_of, returned
-from autograder.criteria.common.places import EACH_ALONE, on_own_node
+from autograder.criteria.common.places import LAST_ALONE
 from autograder.criteria.common.timed_collectives import (
     COLLECTIVE_S,
     LAUNCH_S,
@@ -44,7 +44,6 @@ def draw_throughput(draw: Draw) -> list[Values]:
     return inputs
 
 
-@on_own_node
 def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values:
     """What both functions return, and how often `throughput` called a step."""
     throughput, scaling_efficiency = subject
@@ -95,8 +94,8 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
         waits = max(seconds) + (repeats - 1) * LAUNCH_S
         rates = sum(s / t for s, t in zip(samples, seconds, strict=True))
         known = (
-            (samples[rank] / max(seconds), f"Those are this rank's samples only. {EACH_ALONE}"),
-            (samples[rank] / seconds[rank], f"That is this rank's own throughput. {EACH_ALONE}"),
+            (samples[rank] / max(seconds), f"Those are this rank's samples only. {LAST_ALONE}"),
+            (samples[rank] / seconds[rank], f"That is this rank's own throughput. {LAST_ALONE}"),
             (rates, "That is the sum of the ranks' own rates; all wait for the slowest."),
             (
                 samples[rank] * case.world_size / max(seconds),

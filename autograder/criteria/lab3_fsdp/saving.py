@@ -18,7 +18,7 @@ from torch import nn
 
 from autograder.criteria.common import answers, oracle
 from autograder.criteria.common.answers import is_floats, item_of
-from autograder.criteria.common.places import EACH_ALONE, on_own_node
+from autograder.criteria.common.places import LAST_ALONE
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -180,7 +180,6 @@ def _schedule(optimizer: torch.optim.Optimizer) -> None:
         group["betas"] = (first * FIRST_BETA, second)
 
 
-@on_own_node
 def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Values:
     """Trains and saves; every rank returns what is then in its own folder."""
     model, optimizer = _sharded(inputs, context.device)
@@ -252,7 +251,7 @@ def judge_save(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"files in this rank's folder: {answer.get('files')}, expected {expected}. All "
-                    f"ranks gather, rank 0 writes. {EACH_ALONE}",
+                    f"ranks gather, rank 0 writes. {LAST_ALONE}",
                     rank,
                 )
             )
@@ -311,7 +310,6 @@ def _num_missing(saved: Any, wanted: np.ndarray) -> int:
     return int((off > oracle.RTOL["float32"] * np.abs(wanted).max()).sum())
 
 
-@on_own_node
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     """Saves, trains on; then loads into a model with different weights, and trains that."""
     save_checkpoint, load_checkpoint = subject

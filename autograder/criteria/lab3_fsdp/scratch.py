@@ -15,7 +15,6 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import as_number, item_of, returned, told
-from autograder.criteria.common.places import on_own_node
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -96,7 +95,6 @@ def draw_forward(draw: Draw) -> list[Values]:
     ]
 
 
-@on_own_node
 def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Logits of the transformer before and after changes of its shards, in eval mode.
 
@@ -197,7 +195,6 @@ def _record(shards: Sequence[torch.Tensor]) -> Values:
     return answer
 
 
-@on_own_node
 def observe_gradients(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """One backward pass of the transformer.
 
@@ -249,7 +246,6 @@ def judge_gradients(case: Case) -> list[Finding]:
     return findings
 
 
-@on_own_node
 def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of each batch alone, and of three passes without zero_grad() between them.
 

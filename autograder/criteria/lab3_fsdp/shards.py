@@ -10,12 +10,11 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import returned, told
-from autograder.criteria.common.places import EACH_ALONE, on_own_node
+from autograder.criteria.common.places import LAST_ALONE
 from autograder.criteria.criterion import Case, Context, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
 
-@on_own_node
 def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """The shards before a step, and the bytes that a rank holds after the step."""
     model = oracle.mlp(inputs).to(context.device)
@@ -90,7 +89,7 @@ def _wrong_values(case: Case) -> Iterator[Finding]:
     if (held > 1).any():
         yield Finding(
             f"{int((held > 1).sum())} values of the model are on several ranks, or twice. "
-            f"{EACH_ALONE}"
+            f"{LAST_ALONE}"
         )
     if not held.all():
         yield Finding(

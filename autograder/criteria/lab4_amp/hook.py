@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common.answers import described, told
 from autograder.criteria.common.charged import reaches_all
-from autograder.criteria.common.places import EACH_ALONE, on_cpu
+from autograder.criteria.common.places import on_cpu
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
@@ -226,7 +226,10 @@ def _explain(got: Any, expected: np.ndarray, own: np.ndarray, world_size: int) -
         return "No value is finite. Has what travels the dtype that make_compress_hook was given?"
     got, expected, own = got[finite], expected[finite], own[finite]
     if world_size > 1 and np.allclose(got, expected * world_size, rtol=0.02):
-        return f"That is {world_size} times the mean. {EACH_ALONE}"
+        return (
+            f"That is {world_size} times the mean. Divide by WORLD_SIZE (LOCAL_WORLD_SIZE is 1 "
+            "here: each rank is alone on its node)."
+        )
     for divisor, how in ((1, ""), (world_size, f", divided by {world_size}")):
         if world_size > 1 and np.allclose(got, own / divisor, rtol=0.02):
             return (
