@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -150,6 +151,7 @@ def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # else each full collection looks at all of torch and of the tests again
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # a second one would wait, busily, for a core of other tests
     # A pytest-xdist that does not know groups would make a module's fixture in every process.

@@ -37,7 +37,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,16 @@ CRITERIA = [criterion.name for criterion in get_lab(LAB).criteria]
 _LINE = re.compile(r"^(passes|invalid|same as|base|ci): *((?:.*,\n)*.+)$", re.MULTILINE)
 
 
+Plain = dict[str, Any]  # a notebook as plain JSON
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """One submission of the corpus, and what must become of it."""
+    """One submission of the corpus, and what must become of it.
+
+    Attributes:
+        path: the script whose cells change the base; None: the base as it is.
+    """
 
     name: str
     group: str
@@ -67,21 +74,33 @@ class Attack:
     invalid: str = ""
     same_as: str = ""
     in_ci: bool = False
-    notebook: dict[str, Any]
-    hand_in: Callable[[dict[str, Any], Path], Any] | None = None
+    base: str = "starter"
+    path: Path | None = None
 
     @property
     def title(self) -> str:
         """group/name, unique."""
         return f"{self.group}/{self.name}"
 
+    @cached_property
+    def _made(self) -> tuple[Plain, Callable[[Plain, Path], Any] | None]:
+        notebook = copy.deepcopy(bases()[self.base])
+        hand_in = _change(notebook, self.path) if self.path else None
+        return json.loads(json.dumps(notebook)), hand_in
+
+    @property
+    def notebook(self) -> Plain:
+        """What is handed in, before `hand_in` has it."""
+        return self._made[0]
+
     def write(self, folder: Path) -> Path:
         """Hands it in below `folder`; the path that a grader is given."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{LAB}.ipynb"
-        content: Any = copy.deepcopy(self.notebook)
-        if self.hand_in is not None:
-            content = self.hand_in(content, folder)
+        notebook, hand_in = self._made
+        content: Any = copy.deepcopy(notebook)
+        if hand_in is not None:
+            content = hand_in(content, folder)
         if isinstance(content, dict):
             content = json.dumps(content, indent=1).encode()
         if content is not None:
@@ -102,13 +121,29 @@ def load_attacks() -> tuple[Attack, ...]:
 
 
 def _load(path: Path) -> Attack:
-    text = path.read_text("utf-8")
-    docstring = ast.get_docstring(ast.parse(text)) or ""
+    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
     lines = {key: " ".join(value.split()) for key, value in _LINE.findall(docstring)}
     base = lines.get("base", lines.get("same as", "starter"))
-    notebook = copy.deepcopy(bases()[base])
+    statuses = dict(re.findall(r"^status: *(\w+) +([A-Z_]+)$", docstring, re.M))
+    assert set(statuses) <= set(CRITERIA), f"{path}: no such criteria: {statuses}"
+    return Attack(
+        name=path.stem,
+        group=path.parent.name,
+        docstring=docstring,
+        passes=_passes(lines.get("passes", ""), base, path, "invalid" in lines),
+        statuses=statuses,
+        invalid=lines.get("invalid", ""),
+        same_as=lines.get("same as", ""),
+        in_ci=lines.get("ci") == "yes",
+        base=base,
+        path=path,
+    )
+
+
+def _change(notebook: NotebookNode, path: Path) -> Callable[[Plain, Path], Any] | None:
+    """Puts the cells of a script into the notebook; its `hand_in`, if it has one."""
     hand_in = None
-    cells, _ = read_cells(text, where=str(path))
+    cells, _ = read_cells(path.read_text("utf-8"), where=str(path))
     added: dict[str, int] = {}  # where the next cell of the same place goes
     for number, cell in enumerate(cells[1:], 2):
         options = cell.options
@@ -122,21 +157,7 @@ def _load(path: Path) -> Attack:
             _put(notebook, options["put"], cell.source, f"own-{number}", added, path)
         else:
             raise ValueError(f"{path}: cell {number}: expected put= or replaces=, got {options}")
-    passes = _passes(lines.get("passes", ""), base, path, "invalid" in lines)
-    statuses = dict(re.findall(r"^status: *(\w+) +([A-Z_]+)$", docstring, re.M))
-    assert set(statuses) <= set(CRITERIA), f"{path}: no such criteria: {statuses}"
-    return Attack(
-        name=path.stem,
-        group=path.parent.name,
-        docstring=docstring,
-        passes=passes,
-        statuses=statuses,
-        invalid=lines.get("invalid", ""),
-        same_as=lines.get("same as", ""),
-        in_ci=lines.get("ci") == "yes",
-        notebook=json.loads(json.dumps(notebook)),
-        hand_in=hand_in,
-    )
+    return hand_in
 
 
 def _passes(words: str, base: str, path: Path, invalid: bool) -> frozenset[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,11 +89,14 @@ def test_planted_losses_are_what_the_runs_say(cause):
 
 
 # Every function that a wrong submission of the table can get wrong, over draws: one verdict.
-TASK_3 = [e for e in load_zoo(LAB) if "task3_bottleneck" in e.replaced or e.name == "reference"]
+ZOO = Path(__file__).parents[1] / "zoo" / LAB
+TASK_3 = [f.stem for f in sorted(ZOO.iterdir()) if "task3_bottleneck" in f.read_text("utf-8")]
+entries = cache(lambda: {entry.name: entry for entry in load_zoo(LAB)})
 
 
-@pytest.mark.parametrize("entry", TASK_3, ids=lambda e: e.name)
-def test_every_draw_says_the_same_of_a_bottleneck(entry):
+@pytest.mark.parametrize("name", ["reference", *TASK_3])
+def test_every_draw_says_the_same_of_a_bottleneck(name):
+    entry = entries()[name]
     names: dict = {"statistics": statistics, "KINDS": prof_spans.KINDS}
     names |= {"covered": prof_spans.covered, "overlap": shares.overlap}
     names |= {"breakdown": shares.breakdown, "Span": prof_spans.Span}

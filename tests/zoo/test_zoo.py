@@ -20,7 +20,6 @@ from autograder.proof.zoo import load_zoo, write_class
 from autograder.records.journal import Journal
 
 pytestmark = pytest.mark.timeout(2400)
-ZOO = {entry.name: entry for entry in load_zoo(LAB)}
 CLASS = [
     "reference",
     "starter",
@@ -33,19 +32,24 @@ CRITERIA = [criterion.name for criterion in get_lab(LAB).criteria]
 
 
 @pytest.fixture(scope="module")
-def graded(tmp_path_factory):
+def zoo():
+    return {entry.name: entry for entry in load_zoo(LAB)}
+
+
+@pytest.fixture(scope="module")
+def graded(zoo, tmp_path_factory):
     """The course and one record per student."""
     before = find_leftovers()
     course = TestCourse.make(tmp_path_factory.mktemp("course"))
-    write_class(LAB, course.root / "class", "flat", entries=[ZOO[name] for name in CLASS])
+    write_class(LAB, course.root / "class", "flat", entries=[zoo[name] for name in CLASS])
     records = course.grade(str(course.root / "class"))
     assert_nothing_left(before)
     return course, records
 
 
 @pytest.mark.parametrize("name", CLASS)
-def test_each_submission_loses_exactly_what_it_breaks(graded, name):
-    record, entry = graded[1][name], ZOO[name]
+def test_each_submission_loses_exactly_what_it_breaks(zoo, graded, name):
+    record, entry = graded[1][name], zoo[name]
     found = statuses(record)
     lost = {criterion for criterion, status in found.items() if status != "PASS"}
     expected = set(CRITERIA) if entry.loses == "everything" else set(entry.loses)
@@ -57,12 +61,12 @@ def test_each_submission_loses_exactly_what_it_breaks(graded, name):
     assert record["score"] == pytest.approx(entry.expected_score(points, get_lab(LAB).gates))
 
 
-def test_the_class_has_right_and_wrong_ones():
-    right = [name for name, entry in ZOO.items() if not entry.loses]
+def test_the_class_has_right_and_wrong_ones(zoo):
+    right = [name for name, entry in zoo.items() if not entry.loses]
     assert {"reference", "right_torch_ddp", "right_own_flattening"} <= set(right)
-    assert ZOO["starter"].loses == "everything"
-    assert len(ZOO) >= 15
-    example = {name for name, entry in ZOO.items() if entry.in_example}
+    assert zoo["starter"].loses == "everything"
+    assert len(zoo) >= 15
+    example = {name for name, entry in zoo.items() if entry.in_example}
     assert len(example) >= 10
     assert {"reference", "starter", "wrong_skipped_collective"} <= example
 
