@@ -44,5 +44,5 @@ def apply_gates(lab: Lab, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 def _without_rule(lab: Lab, verdict: Verdict) -> Verdict:
     """The verdict without the line of an earlier `apply_gates`; the course may have changed."""
     first, _, rest = verdict.message.partition("\n")
-    old = any(first.startswith(f"Without {gate.idea} (") for gate in lab.gates)
+    old = any(first.startswith(gate.without) for gate in lab.gates)
     return replace(verdict, message=rest) if old else verdict

@@ -164,7 +164,7 @@ class Gate:
     """An idea that a lab is about.
 
     Attributes:
-        idea: in a few words; also the name in course.toml.
+        idea: in a few words, joined by hyphens; also the name in course.toml.
         criteria: the criteria that test it.
         needed: how many of them must pass.
         at_most: the lab's points if fewer pass.
@@ -176,11 +176,16 @@ class Gate:
     at_most: float = 49.0
 
     @property
+    def without(self) -> str:
+        """The beginning of `rule`."""
+        return f"Without {self.idea.replace('-', ' ')} ("
+
+    @property
     def rule(self) -> str:
         """The gate in words, for students."""
         names = ", ".join(self.criteria)
         some = names if self.needed == len(self.criteria) else f"{self.needed} of {names}"
-        return f"Without {self.idea} ({some}) this lab gives at most {self.at_most:g} points"
+        return f"{self.without}{some}) this lab gives at most {self.at_most:g} points"
 
 
 @dataclass(frozen=True, kw_only=True)

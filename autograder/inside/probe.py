@@ -70,10 +70,18 @@ _base_store: Any = None
 def attach() -> None:
     """Connects this rank to the referee; called by the kernel before any user code.
 
+    Without GPUs, cells see two nodes as checks do: what they read of them may be used in a check.
+
     Raises:
         DeadlineError: there is no referee at the path in MINIDIST_REFEREE.
     """
-    _connect(Path(os.environ["MINIDIST_REFEREE"]))
+    import torch
+
+    from autograder.criteria.common.places import two_nodes
+
+    channels = _connect(Path(os.environ["MINIDIST_REFEREE"]))
+    if not torch.cuda.device_count():
+        os.environ |= two_nodes(channels.rank, channels.world_size)
 
 
 def check(name: str, subject: Any = None) -> None:

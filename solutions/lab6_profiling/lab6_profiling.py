@@ -34,7 +34,7 @@
 # |---|---|---|---|---|---|---|---|
 # | points | 13 | 19 | 24 | 14 | 21 | 9 | 100 |
 #
-# Without causes (3 of prof_finds_loader, prof_finds_copies, prof_finds_logging,
+# Without finding causes (3 of prof_finds_loader, prof_finds_copies, prof_finds_logging,
 # prof_finds_straggler, prof_finds_buckets) this lab gives at most 49 points.
 #
 # Every cell runs on two ranks. Checks use practice data here; your grade comes from the same checks

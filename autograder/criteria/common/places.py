@@ -34,6 +34,11 @@ def environment(rank: int, world_size: int, per_node: int) -> dict[str, str]:
     }
 
 
+def two_nodes(rank: int, world_size: int) -> dict[str, str]:
+    """What torchrun tells a rank about its place, if the last rank is alone on a second node."""
+    return environment(rank, world_size, max(1, world_size - 1))
+
+
 def meeting_place(init_method: Any = None) -> str:
     """Where ranks meet that call `init_process_group` now; None: where the environment says."""
     if init_method is not None and not str(init_method).startswith("env://"):
@@ -54,8 +59,7 @@ def on_two_nodes(context: Context, written: Any) -> Iterator[None]:
     if context.device.type != "cpu":
         yield
         return
-    places = environment(context.rank, context.world_size, max(1, context.world_size - 1))
-    with mock.patch.dict(os.environ, places), on_cpu(written):
+    with mock.patch.dict(os.environ, two_nodes(context.rank, context.world_size)), on_cpu(written):
         yield
 
 

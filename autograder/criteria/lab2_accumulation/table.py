@@ -36,7 +36,10 @@ LAB = Lab(
     title="Gradient accumulation",
     practice_world_size=2,
     grading_world_size=3,
-    gates=(Gate("accumulation", ("accum_scale",)),),
+    gates=(
+        Gate("accumulation", ("accum_scale",)),
+        Gate("one-batch-at-a-time", ("accum_memory", "accum_steps", "accum_ddp_collectives")),
+    ),
     withheld={
         **TRAINING_LOOP,
         "minidist.parallel.accumulation": "accumulation",

@@ -74,7 +74,7 @@ LAB = Lab(
     grading_world_size=3,
     gates=(
         Gate(
-            "causes",
+            "finding-causes",
             ("prof_finds_loader", "prof_finds_copies", "prof_finds_logging", "prof_finds_straggler",
              "prof_finds_buckets"),
             needed=3,
