@@ -75,10 +75,11 @@ verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong s
 soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
 	@$(BIN)/python tests/helpers/soak.py $(SOAK_ARGS)
 
-nightly: $(VENV)/.installed-dev ## what takes long: tests marked `nightly`, 50 kills in a class of 200, the proof one by one and with other draws, every benchmark once (FAULTS=...)
+nightly: $(VENV)/.installed-dev ## what takes long: tests marked `nightly`, 50 kills in a class of 200, the proof one by one and with other draws, references 20 times under load, every benchmark once (FAULTS=...)
 	@$(BIN)/python tests/helpers/faults.py $(FAULTS)
 	@$(BIN)/python -m autograder verify --alone
 	@$(BIN)/python -m autograder verify --draws 20
+	@$(BIN)/python tests/helpers/soak.py --only reference --times 20
 	@$(PYTEST) $(WORKERS) -m nightly
 	@$(BIN)/python benchmarks --quick
 	@$(BIN)/python benchmarks/stock_graders.py --only hooks/ast_transformer

@@ -1334,8 +1334,8 @@ class HierarchicalAllReduce:
 # %% [markdown]
 # The next cell puts a flat and your all-reduce on an *emulated* cluster: two nodes of two GPUs,
 # with 32 GB/s inside a node and 1 GB/s between nodes. The code runs for real, in new processes;
-# the time is computed. For a tensor of 4 MB the flat ring takes 6.1 ms, all of it on the slow link.
-# Yours should take about 4.2 ms, and send a third less. These nodes have a single network card
+# the time is computed. Expect for a tensor of 4 MB 6.1 ms from the flat ring, all of it on the slow
+# link, and 4.2 ms from yours, which sends a third less. These nodes have a single network card
 # each, so their two parts cross one after the other; with a card per GPU they would cross at once.
 
 # %% demo="see_hierarchy" tags=["active-ipynb"]
@@ -1454,9 +1454,9 @@ check("hier_hook", all_reduce_hook)
 #
 # The next cell trains one network with your all-reduce in a hook, with the course's own, and with
 # DDP's. All get the same weights and batches, so the losses must agree up to rounding. The emulated
-# cluster has nodes of two, with links ten times as fast inside as between them. There the hierarchy
-# sends less between nodes, and still DDP's own wins: it runs behind the backward pass, and a hook
-# that waits does not.
+# cluster has nodes of two, with links ten times as fast inside as between them. Expect DDP's own to
+# win there, though the hierarchy sends less between nodes: it runs behind the backward pass, and a
+# hook that waits does not.
 
 # %% demo="see_beside" tags=["active-ipynb"]
 # from minidist.beside import beside, find, training

@@ -7,6 +7,7 @@ and shows what is wrong with it.
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import shutil
@@ -45,6 +46,17 @@ def attacked(tmp_path_factory):
 )
 def test_an_attack_comes_to_nothing(attacked, title):
     assert attacked.grade(ATTACKS[title]).problems == []
+
+
+@needs_box
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("title", ["fair/quits_in_own_cells", "fair/ends_its_ranks_later"])
+def test_twenty_runs_give_the_same_marks(attacked, title):
+    for turn in range(20):
+        again = dataclasses.replace(ATTACKS[title], name=f"{ATTACKS[title].name}-{turn}")
+        again.notebook["metadata"]["turn"] = turn  # else the journal has its record already
+        assert attacked.grade(again).problems == [], turn
 
 
 @pytest.mark.parametrize("title", [t for t, a in ATTACKS.items() if a.invalid])

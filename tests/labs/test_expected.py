@@ -1,4 +1,4 @@
-"""What a lab says below or above a demo, "Expected: ...", is what its reference solution shows."""
+"""What a lab says to expect of a demo, below or above it, is what its reference solution shows."""
 
 from __future__ import annotations
 
@@ -209,7 +209,28 @@ def efficiency_of_plans(text: str) -> bool:
     return same and efficiency == approx([0.79, 0.79, 0.935], abs=0.005)
 
 
+def mended_alone_is_right(text: str) -> bool:
+    gaps = {
+        name: numbers(text, f"{name}: largest difference of a weight")[0]
+        for name in ("SGD, broken", "SGD, mended", "Adam, broken", "Adam, mended")
+    }
+    return gaps.pop("Adam, broken") > 1e-3 and max(gaps.values()) < 1e-6
+
+
+def ddp_wins(text: str) -> bool:
+    ms = {name: float(found) for name, found in re.findall(r"^(\S+).* ([\d.]+) ms$", text, re.M)}
+    return ms["PyTorch's"] < ms["yours"]
+
+
 EXPECTED: dict[str, dict[str, Check]] = {
+    "bonus_debug_ddp": {
+        "compare_1": has(
+            "broken: 128 samples seen, 64 different ones",
+            "mended: 64 samples seen, 64 different ones",
+            "saved ['weight', 'bias']",
+        ),
+        "compare_2": mended_alone_is_right,
+    },
     "bonus_elastic": {
         "see_share": has(
             "[[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]", "[[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]"
@@ -331,6 +352,12 @@ EXPECTED: dict[str, dict[str, Check]] = {
             and numbers(text, "at most")[0] < 1e-6
         ),
     },
+    "lab2_accumulation": {
+        "see_timeline": lambda text: (
+            numbers(text, "naive: efficiency")[0] == approx(0.5, abs=0.05)
+            and numbers(text, "yours: efficiency")[0] > 0.9
+        ),
+    },
     "lab3_fsdp": {
         "see_formula": has("ddp: 112.0 GB", "zero3: 14.0 GB"),
         "see_measure": but_for_step_counters,
@@ -347,6 +374,12 @@ EXPECTED: dict[str, dict[str, Check]] = {
         "see_training": only_fp16_needs_a_scale,
         "see_memory": memory_of_precisions,
         "see_bytes": half_the_bytes_less_than_half_the_time,
+    },
+    "lab5_multinode": {
+        "see_hierarchy": has(
+            "flat: 6.1 ms, node 0 sent 6.0 MB", "yours: 4.2 ms, node 0 sent 4.0 MB"
+        ),
+        "see_beside": ddp_wins,
     },
     "lab6_profiling": {
         "see_events": events,
@@ -372,16 +405,17 @@ TIMED = {"lab6_profiling": {"see_report", "see_overhead"}}
 
 
 def says_what_is_expected(lab: str) -> dict[str, str]:
-    """Each demo with a text that begins with "Expected" below it, or has this word above it."""
+    """Each demo with a text that begins with "Expected" below it, or says "Expect ..." above it."""
     notebook = nbformat.read(ROOT / "solutions" / lab / f"{lab}.ipynb", as_version=4)
     cells = notebook.cells
     found = {}
     for position, cell in enumerate(cells):
-        if cell.cell_type == "markdown" and "Expected" in cell.source:
+        word = re.search(r"\bExpect(ed)?\b", cell.source)
+        if cell.cell_type == "markdown" and word:
             below = cell.source.startswith("Expected")
             near = reversed(cells[:position]) if below else cells[position:]
             demo = next(filter(is_demo, near))
-            found[name_of(demo)] = cell.source[cell.source.index("Expected") :]
+            found[name_of(demo)] = cell.source[word.start() :]
     return found
 
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autograder.criteria.bonus_debug_ddp.causes import because
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats, told
+from autograder.criteria.common.answers import is_floats, naming, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 ROWS = 3  # of each gradient
@@ -69,7 +70,9 @@ def observe_buckets(reduce_in_buckets: Any, inputs: Values, context: Context) ->
     params = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
     for p, gradient in zip(params, gradients, strict=True):
         p.grad = gradient
-    with _noted_calls(gradients) as calls:
+    sizes = [g.nbytes for g in gradients]
+    call = f"reduce_in_buckets(params, {inputs['bucket_bytes']}) with gradients of {sizes} bytes"
+    with _noted_calls(gradients) as calls, naming(call):
         reduce_in_buckets(params, inputs["bucket_bytes"])
     answer: Values = {"calls": calls}
     return answer | {f"g{i}": oracle.grad_of(p).copy() for i, p in enumerate(params)}
@@ -122,7 +125,9 @@ def _noted_calls(gradients: Sequence[torch.Tensor]) -> Iterator[list[str]]:
         yield calls
 
 
-def _judge_buckets(case: Case, hint: str, *, any_scale: bool) -> Iterator[Finding]:
+def _judge_buckets(
+    case: Case, hint: str, *, any_scale: bool, unsent: str = ""
+) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         for i in range(case.inputs[0]["count"]):
             own = case.inputs[rank][f"g{i}"]
@@ -133,11 +138,27 @@ def _judge_buckets(case: Case, hint: str, *, any_scale: bool) -> Iterator[Findin
                 scale = float((got * expected).sum() / (expected**2).sum())
                 if scale > 0.1 and oracle.agrees(got, scale * expected):
                     continue
-            why = oracle.explain_gradient(got, expected, own, case.world_size)
             what = f"gradient {i} of {case.inputs[0]['count']}"
-            if wrong := oracle.differs(rank, what, got, expected, dtype=dtype, hint=why or hint):
-                yield wrong
+            if wrong := oracle.differs(rank, what, got, expected, dtype=dtype):
+                why = oracle.explain_gradient(got, expected, own, case.world_size)
+                if not any(e.collective == "all_reduce" for e in case.trace.events[rank]):
+                    why = f"This rank has sent nothing. {unsent}".rstrip()
+                if not why and is_floats(got, expected.shape) and _are_of(got, case):
+                    why = (
+                        "These numbers are means, at the wrong places: a gradient's part of the "
+                        "bucket is as long as the gradient."
+                    )
+                yield because(wrong, why or hint)
                 break
+
+
+def _are_of(got: np.ndarray, case: Case) -> bool:
+    """Whether all numbers are of the means of the gradients, wherever they stand."""
+    count = case.inputs[0]["count"]
+    means = np.concatenate(
+        [oracle.mean([i[f"g{n}"] for i in case.inputs]).ravel() for n in range(count)]
+    )
+    return bool(all(np.isclose(means, number, rtol=1e-4).any() for number in got.ravel()))
 
 
 def judge_tail(case: Case) -> Iterator[Finding]:
@@ -146,7 +167,11 @@ def judge_tail(case: Case) -> Iterator[Finding]:
     A sum in place of the mean costs only `debug_bucket_wait`.
     """
     return _judge_buckets(
-        case, "Here all gradients together do not fill one bucket.", any_scale=True
+        case,
+        "Here there is one bucket: it may be read only after the wait() of its handle.",
+        any_scale=True,
+        unsent="Here all gradients together do not fill one bucket: what is left at the end "
+        "travels, too.",
     )
 
 
@@ -173,16 +198,53 @@ def _judge_traffic(case: Case) -> Iterator[Finding]:
             yield Finding(
                 f"gradients of {sizes} bytes, of {inputs['dtype']}, with "
                 f"bucket_bytes={inputs['bucket_bytes']}: expected all-reduces of {expected} "
-                f"numbers, got {got}. A bucket is full when it holds bucket_bytes or more.",
+                f"numbers, got {got}. {_why(got, inputs)}",
                 rank,
             )
-        elif not _packs_while_sending(told(case.answers[rank], "calls")):
+        elif not _packs_while_sending(calls := told(case.answers[rank], "calls")):
+            first = calls.index("send") if isinstance(calls, list) and "send" in calls else 0
+            at_once = isinstance(calls, list) and calls[first : first + 2] == ["send", "wait"]
             yield Finding(
-                "between the first all-reduce and the first wait() no gradient was packed. A "
-                "bucket travels while the next one is packed: send it when it is full, with "
-                "async_op=True, and wait for it later.",
+                "between the first all-reduce and the first wait() no gradient was packed. "
+                + (
+                    "The first one was waited for at once: send a bucket with async_op=True, and "
+                    "wait for it when the next ones are packed."
+                    if at_once
+                    else "A bucket travels while the next one is packed: send each when it is "
+                    "full, before you pack the next."
+                ),
                 rank,
             )
+
+
+def _why(got: list[int], inputs: Values) -> str:
+    """Which wrong rule makes all-reduces of so many numbers."""
+    sizes = [inputs[f"g{i}"].size for i in range(inputs["count"])]
+    limit = inputs["bucket_bytes"] // np.dtype(inputs["dtype"]).itemsize
+    doubled = inputs["bucket_bytes"] // 4
+    for found, why in (
+        (_cut(sizes, limit + 1), "A bucket that holds exactly bucket_bytes is full, too."),
+        (_cut(sizes, doubled), f"A {inputs['dtype']} has not 4 bytes: p.grad.nbytes counts them."),
+        (
+            _cut(sizes, limit, starts_anew=False),
+            "After the first bucket each gradient travels alone: a new bucket holds 0 bytes.",
+        ),
+    ):
+        if got == found:
+            return why
+    return "A bucket is full when it holds bucket_bytes or more."
+
+
+def _cut(sizes: list[int], limit: int, *, starts_anew: bool = True) -> list[int]:
+    """The numbers in each bucket, if one is full that has `limit` numbers or more."""
+    buckets, held = [0], 0
+    for size in sizes:
+        buckets[-1] += size
+        held += size
+        if held >= limit:
+            buckets.append(0)
+            held = 0 if starts_anew else held
+    return [n for n in buckets if n]
 
 
 def _packs_while_sending(calls: Any) -> bool:

@@ -6,6 +6,7 @@ knows which ranks will never join.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from autograder.criteria.bonus_debug_ddp.causes import because
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import finite_floats, told
 from autograder.criteria.common.emulated import charge_plan
@@ -103,11 +105,17 @@ def judge_evaluate(
         where = f"{n} samples on {case.world_size} ranks, batch_size={batch_size}"
         counts = [told(answer, f"count/{number}") for answer in case.answers]
         if not all(type(c) is int for c in counts) or sum(counts) != n:
+            more = all(type(c) is int for c in counts) and sum(counts) > n
+            why = (
+                "Some samples count twice: a DistributedSampler, for one, fills all shares up to "
+                "one length."
+                if more
+                else "Some samples are left out."
+            )
             findings.append(
                 Finding(
                     f"{where}: the ranks looked at {counts} samples, together they should have "
-                    f"looked at {n}. Whatever makes all shares equally long doubles samples or "
-                    "drops some."
+                    f"looked at {n}. {why} Shares may differ by one sample."
                 )
             )
             break
@@ -152,8 +160,8 @@ def judge_tail(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"{n} samples on {case.world_size} ranks, batch_size={size}: they looked at "
-                    f"{counts} samples, which is not as even as it can be. The slowest rank is "
-                    "what the others wait for."
+                    f"{counts} samples, which is not as even as it can be. The numbers may differ "
+                    "by one: all wait for the rank that has most."
                 )
             )
     return findings
@@ -231,10 +239,15 @@ def judge_once(case: Case) -> list[Finding]:
     for rank in range(case.world_size):
         waited = {e.key for e in events[rank][: loaded[rank][0]] if e.kind == "wait"}
         if rank and not any(e.key in waited and _holds_back(e, rank) for e in after):
+            loose = [e.collective for e in after if e.key in waited]
+            why = (
+                f"In a {loose[0]} to rank 0 this rank only sends: it does not wait for rank 0."
+                if loose
+                else "All ranks have to meet between the two."
+            )
             findings.append(
                 Finding(
-                    "load() began before it was certain that rank 0's build() had ended. All ranks "
-                    "have to meet between the two.",
+                    "load() began before it was certain that rank 0's build() had ended. " + why,
                     rank,
                 )
             )
@@ -318,6 +331,29 @@ def judge_metrics(case: Case) -> Iterator[Finding]:
         yield from findings
 
 
+def _explain_metric(everyone: list[dict[str, float]], name: str, got: Any) -> str:
+    """Which other mean `got` is."""
+
+    def is_mean(values: list[float], count: int) -> bool:
+        return oracle.agrees(got, np.array(math.fsum(values) / count))
+
+    values = [metrics[name] for metrics in everyone if name in metrics]
+    if 0.0 in values and len(values) > 1 and is_mean(values, len(values) - 1):
+        return "A rank that has measured 0.0 has it, too."
+    if len(values) < len(everyone) and is_mean(values, len(everyone)):
+        return "Here a rank that does not have it was counted as zero: leave it out."
+    # One metric of each rank: of few ranks all choices can be tried.
+    for names in itertools.product(*everyone) if len(everyone) <= 4 else ():
+        chosen = [metrics[n] for metrics, n in zip(everyone, names, strict=True)]
+        if len(set(names)) > 1 and is_mean(chosen, len(chosen)):
+            whose = ", ".join(f"{n!r} of rank {rank}" for rank, n in enumerate(names))
+            return (
+                f"That is the mean of {whose}. A collective knows places and no names: all ranks "
+                "need one order of names, and neither a dictionary nor a set gives one."
+            )
+    return "Every rank that has it counts alike, and no other rank."
+
+
 def _judge_call(case: Case, rank: int, answer: Values, call: int) -> list[Finding]:
     everyone = [inputs["metrics"] for inputs in case.inputs]
     names = sorted(set().union(*everyone))
@@ -335,21 +371,9 @@ def _judge_call(case: Case, rank: int, answer: Values, call: int) -> list[Findin
         what = f"{name} (known to {len(values)} of {case.world_size} ranks){again}"
         expected = np.array(math.fsum(values) / len(values))
         got = answer.get(f"value/{call}/{name}")
-        hint = "Every rank that has it counts alike. And the first all-reduce of a rank meets the "
-        hint += "first of the others, and a vector's first number the others' first, whatever they "
-        hint += (
-            "meant by it: all ranks need one order of names. Neither a dictionary's nor a set's "
-        )
-        hint += "is one."
-        others = len(values) - 1
-        if 0.0 in values and others and oracle.agrees(got, expected * len(values) / others):
-            hint = "A rank that has measured 0.0 has it, too."
-        if len(values) < case.world_size and oracle.agrees(
-            got, expected * len(values) / case.world_size
-        ):
-            hint = "Here a rank that does not have it was counted as zero: leave it out."
-        if call:
+        if wrong := oracle.differs(rank, what, got, expected):
             hint = "The first call gave what is expected: has it changed the dictionary?"
-        if wrong := oracle.differs(rank, what, got, expected, hint=hint):
-            return [wrong]
+            if not call:
+                hint = _explain_metric(everyone, name, got)
+            return [because(wrong, hint)]
     return []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from autograder.criteria.bonus_debug_ddp import causes
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import item_of, told
 from autograder.criteria.common.training import wrap
@@ -117,17 +118,22 @@ def _explain_adam(case: Case) -> str:
         if any(not np.array_equal(first[name], other.get(name, ())) for other in others)
     ]
     if not apart:
-        return "Adam's step is no linear function of the gradient: average first, step then."
+        return (
+            "The mean of the ranks' Adam steps is not the step with the mean gradient: average the "
+            "gradients, before optimizer.step()."
+        )
     if len(apart) == len(names):
         return (
             "No parameter is equal on all ranks: average the gradients, each parameter's; the mean "
             "of the losses is only a number, and backward knows only this rank's samples."
         )
     which = ", ".join(name[1:] for name in apart)
-    return (
-        f"The ranks disagree on the parameters {which}: their gradients were not averaged. One is "
-        "in no layer, and the optimizer has two groups."
-    )
+    where = ""
+    if apart == ["p0"]:
+        where = " It is in no layer: model.parameters() has it, and no child of the model."
+    elif apart == names[3:]:  # see `_start`
+        where = " They are the optimizer's second group: average those of all groups."
+    return f"The ranks disagree on parameters {which}: their gradients were not averaged.{where}"
 
 
 def judge_adam(case: Case) -> Iterator[Finding]:
@@ -151,17 +157,14 @@ def judge_sgd(case: Case) -> Iterator[Finding]:
     """The weights are those of one process that trains with SGD on the batch of all ranks."""
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(_one_process(case)):
-            if wrong := oracle.differs(
-                rank,
-                f"SGD on {case.world_size} ranks: parameter {i} after 2 steps",
-                answer.get(f"p{i}"),
-                expected,
-                dtype="float64",
-                hint="A mean over ranks divides by the number of ranks, once, whatever that is "
-                "(LOCAL_WORLD_SIZE is another number). And what was in p.grad before a call does "
-                "not count.",
-            ):
-                yield wrong
+            what = f"SGD on {case.world_size} ranks: parameter {i} after 2 steps"
+            if wrong := oracle.differs(rank, what, answer.get(f"p{i}"), expected, dtype="float64"):
+                hint = causes.explain_sgd(case, rank, _start) or (
+                    "A mean over ranks divides by the number of ranks, once, whatever that is "
+                    "(LOCAL_WORLD_SIZE is another number). And what was in p.grad before a call "
+                    "does not count."
+                )
+                yield causes.because(wrong, hint)
                 break
 
 
@@ -315,8 +318,8 @@ def _norm(gradients: list[np.ndarray]) -> float:
     return float(np.sqrt(sum((g**2).sum() for g in gradients)))
 
 
-def _expected(case: Case) -> tuple[list[np.ndarray], list[float]]:
-    """The weights after all steps, and the scale after each step."""
+def _expected(case: Case, mistake: str = "") -> tuple[list[np.ndarray], list[float]]:
+    """The weights after all steps, and the scale after each step; also with a known mistake."""
     inputs = case.inputs[0]
     model = oracle.mlp(inputs, torch.float64)
     optimizer = _momentum(model)
@@ -325,6 +328,8 @@ def _expected(case: Case) -> tuple[list[np.ndarray], list[float]]:
         gradients = _gradients(case, model, step)
         if all(np.isfinite(g).all() for g in gradients):
             factor = min(1.0, inputs["max_norm"] / (_norm(gradients) + 1e-6))
+            if mistake == "updated first" and good + 1 == inputs["growth_interval"]:
+                factor /= 2
             for p, g in zip(model.parameters(), gradients, strict=True):
                 p.grad = factor * torch.from_numpy(g)
             optimizer.step()
@@ -333,31 +338,34 @@ def _expected(case: Case) -> tuple[list[np.ndarray], list[float]]:
                 scale, good = scale * 2, 0
         else:
             scale, good = scale / 2, 0
+            if mistake == "steps with zeros":
+                optimizer.zero_grad(set_to_none=False)
+                optimizer.step()
         scales.append(scale)
     return [p.detach().numpy() for p in model.parameters()], scales
 
 
-def _judge_scaled(case: Case, hint: str, *, with_scales: bool) -> Iterator[Finding]:
+def _judge_scaled(
+    case: Case, explain: Callable[[Case], str], *, with_scales: bool
+) -> Iterator[Finding]:
     parameters, scales = _expected(case)
     for rank, answer in enumerate(case.answers):
         got = told(answer, "scales")
         if with_scales and got != scales:
             yield Finding(
-                f"the scale after each step: {got}, expected {scales}. It is updated once per "
-                "step, and an overflow skips that step on every rank. An inf that stays in p.grad "
-                "makes the next gradient infinite, too.",
+                f"the scale after each step: {got}, expected {scales}. "
+                + (
+                    causes.explain_scales(case, rank, INIT_SCALE)
+                    or "It is updated once per step, with whether a gradient has overflowed on any "
+                    "rank."
+                ),
                 rank,
             )
             continue
         for i, expected in enumerate(parameters):
-            if wrong := oracle.differs(
-                rank,
-                f"parameter {i} after {case.inputs[0]['steps']} steps",
-                answer.get(f"p{i}"),
-                expected,
-                hint=hint,
-            ):
-                yield wrong
+            what = f"parameter {i} after {case.inputs[0]['steps']} steps"
+            if wrong := oracle.differs(rank, what, answer.get(f"p{i}"), expected):
+                yield causes.because(wrong, explain(case))
                 break
 
 
@@ -374,20 +382,43 @@ def judge_scaler(case: Case) -> Iterable[Finding]:
                     rank,
                 )
             ]
-    return _judge_scaled(
-        case,
-        "In some of these steps the scale changes. Divide by the scale that this step's loss "
-        "was multiplied with. And in some a gradient is not finite: there the optimizer, which "
-        "has momentum, takes no step.",
-        with_scales=True,
+    return _judge_scaled(case, _explain_scaled, with_scales=True)
+
+
+def _explain_scaled(case: Case) -> str:
+    names = [f"p{i}" for i in range(len(_expected(case)[0]))]
+    for mistake, hint in (
+        (
+            "updated first",
+            "Where the scale has grown, the gradient was divided by the new one: divide by the "
+            "scale that this step's loss was multiplied with, and update it then.",
+        ),
+        (
+            "steps with zeros",
+            "Where a gradient was not finite, the optimizer took a step with zeros: it has "
+            "momentum, and the weights moved. There it takes no step.",
+        ),
+    ):
+        values = _expected(case, mistake)[0]
+        if all(
+            oracle.agrees(answer.get(name), value)
+            for answer in case.answers
+            for name, value in zip(names, values, strict=True)
+        ):
+            return hint
+    return (
+        "In some of these steps the scale changes: divide by the scale that this step's loss was "
+        "multiplied with. In some a gradient is not finite: there the optimizer takes no step."
     )
 
 
 def judge_clip(case: Case) -> Iterator[Finding]:
     """`max_norm` limits the norm of the true (unscaled) gradient."""
-    return _judge_scaled(
-        case,
-        f"max_norm is {case.inputs[0]['max_norm']:.4g}, a limit for the true gradient: the "
-        "one that is left when the scale is out.",
-        with_scales=False,
-    )
+
+    def explain(case: Case) -> str:
+        return (
+            f"max_norm is {case.inputs[0]['max_norm']:.4g}, a limit for the true gradient: divide "
+            "by the scale first, and then clip."
+        )
+
+    return _judge_scaled(case, explain, with_scales=False)

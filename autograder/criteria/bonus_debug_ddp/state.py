@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autograder.criteria.bonus_debug_ddp import causes
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import finite_floats, told
 from autograder.criteria.common.places import hashing_as
@@ -97,27 +100,17 @@ def judge_broadcast(case: Case) -> Iterator[Finding]:
     has_buffers = "buffer_mean" in case.inputs[0]["names"]
     for rank, answer in enumerate(case.answers):
         for name in case.inputs[0]["names"]:
-            what, hint = "parameter", "Every rank has to begin with rank 0's."
-            if name.startswith("buffer"):
-                what = "buffer"
-                hint = "It enters the forward pass like a weight, and no gradient will repair it."
-            if name.endswith("count"):
-                hint = "It is an int64 and has to arrive exactly: it must not travel as a float32."
-            if name.startswith("frozen"):
-                hint = "It is not trained, but it is used: frozen at another value on each rank."
-            if name in case.inputs[0]["deep"]:
-                hint += " It is in a layer of a block, not in the model itself or in its child."
             everyones = [inputs[name] for inputs in case.inputs]
             if not has_buffers and oracle.agrees(answer.get(name), oracle.mean(everyones)):
                 continue
             if wrong := differs(
                 rank,
-                f"{what} {name}",
+                f"{'buffer' * name.startswith('buffer') or 'parameter'} {name}",
                 answer.get(name),
                 case.inputs[0][name],
                 rtol=0.0,
                 atol=0.0,
-                hint=hint,
+                hint=causes.explain_broadcast(case, answer, name),
             ):
                 yield wrong
                 break
@@ -256,7 +249,9 @@ def judge_resume(case: Case) -> Iterator[Finding]:
     before, optimizer = inputs["before"], _optimizer(inputs["use"], model)
     _train(model, optimizer, inputs, range(before), "cpu")
     _lower_lr(optimizer)
-    _train(model, optimizer, inputs, range(before, before + inputs["after"]), "cpu")
+    saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    rest = range(before, before + inputs["after"])
+    _train(model, optimizer, inputs, rest, "cpu")
     for rank, answer in enumerate(case.answers):
         if (late := told(answer, "late")) != []:
             yield Finding(
@@ -268,23 +263,22 @@ def judge_resume(case: Case) -> Iterator[Finding]:
         if told(answer, "step") != inputs["saved"][-1]:
             yield Finding(
                 f"load_checkpoint returned {answer.get('step')}; saved were, in this order, the "
-                f"steps {inputs['saved']}. The last one counts, not the first, the largest or the "
-                "last by name.",
+                f"steps {inputs['saved']}. "
+                + (
+                    "That is the first of them, and the largest number: the last one counts."
+                    if told(answer, "step") == inputs["saved"][0]
+                    else "It is the last one that counts, not the last by name."
+                ),
                 rank,
             )
             continue
         for name, value in model.state_dict().items():
             what = f"{name}, {inputs['after']} steps after the restart ({inputs['use']})"
-            hint = "An uninterrupted run ends elsewhere. "
-            if "running" in name or "num_batches" in name:
-                hint += "It is a buffer of BatchNorm: evaluation needs it."
-            else:
-                hint += "An optimizer with a memory that is empty, or with its first learning "
-                hint += "rate, takes other steps."
-            if wrong := oracle.differs(
-                rank, what, answer.get(name), value.double().numpy(), dtype="float64", hint=hint
-            ):
-                yield wrong
+            right = value.double().numpy()
+            if wrong := oracle.differs(rank, what, answer.get(name), right, dtype="float64"):
+                again = partial(_train, inputs=inputs, steps=rest, device="cpu")
+                new = partial(_optimizer, inputs["use"])
+                yield causes.because(wrong, causes.explain_resume(answer, name, *saved, new, again))
                 break
 
 
@@ -314,6 +308,7 @@ def judge_random(case: Case) -> Iterator[Finding]:
         generator = torch.Generator().manual_seed(inputs["seed"])
         torch.rand(inputs["before"], generator=generator)
         expected.append(torch.rand(NUM_DRAWN, generator=generator).numpy())
+    new = torch.rand(NUM_DRAWN, generator=torch.Generator().manual_seed(0)).numpy()
     for rank, answer in enumerate(case.answers):
         got = answer.get("drawn")
         hint = "Dropout after the restart uses other masks than the uninterrupted run."
@@ -323,6 +318,8 @@ def judge_random(case: Case) -> Iterator[Finding]:
             and differs(0, "", got, expected[0], rtol=1e-6, atol=1e-6) is None
         ):
             hint = "That is how rank 0 goes on: every rank has a state of its own."
+        if isinstance(got, np.ndarray) and np.array_equal(got, new):
+            hint = "That is how a new process begins: the generator's state has to come back."
         if wrong := differs(
             rank,
             "random numbers after the restart",
@@ -398,7 +395,7 @@ def judge_seed_weights(case: Case) -> list[Finding]:
                 )
             ]
     if np.allclose(found[0][0], found[1][0]):
-        return [Finding("two seeds gave the same weights.")]
+        return [Finding("two seeds gave the same weights: they have to depend on `seed`.")]
     return []
 
 
@@ -436,5 +433,10 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
                     )
                 ]
     if np.allclose(found[0][0], found[1][0]):
-        return [Finding("two seeds gave the same random numbers after the model was built.")]
+        return [
+            Finding(
+                "two seeds gave the same random numbers after the model was built, on one rank: "
+                "they have to depend on both `seed` and `rank`."
+            )
+        ]
     return []

@@ -7,7 +7,8 @@ which sample. Data that ignores the generator hides how the generator was seeded
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autograder.criteria.bonus_debug_ddp.causes import because
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
@@ -33,6 +35,7 @@ class Record:
 
     def __init__(self, path: Path | None) -> None:
         self.seen: list[float] = []
+        self.sizes: list[int] = []  # of the batches
         self.path, self.was_saved = path, False
         self.trained: nn.Module | None = None  # the one that went forward last
 
@@ -42,6 +45,7 @@ class Record:
     def add(self, model: nn.Module, x: torch.Tensor) -> None:
         """Notes one forward pass of training."""
         self.seen += x[:, 0].detach().cpu().tolist()
+        self.sizes.append(len(x))
         self.was_saved = self.path is not None and self.path.exists()
         self.trained = model
 
@@ -163,7 +167,7 @@ def _observe(train: Any, inputs: Values, context: Context) -> Values:
         )
         record = model.record
         answer: Values = {"seen": np.array(record.seen), "written": path.exists()}
-        answer["saved before"] = record.was_saved
+        answer["saved before"], answer["sizes"] = record.was_saved, record.sizes[:500]
         if path.exists() and context.rank == 0:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             answer["keys"] = [str(key) for key in saved]
@@ -182,12 +186,14 @@ SHAPES = {"classify.0.weight": (CLASSES, FEATURES), "classify.0.bias": (CLASSES,
 NAMES = tuple(SHAPES)
 
 
-def _judge_weights(case: Case, expected: dict[str, np.ndarray], hint: str) -> Iterator[Finding]:
+def _judge_weights(
+    case: Case, expected: dict[str, np.ndarray], hint: str, explain: Callable[[int], str]
+) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         for name in NAMES:
             what = f"{name} after training"
-            if wrong := oracle.differs(rank, what, answer.get(name), expected[name], hint=hint):
-                yield wrong
+            if wrong := oracle.differs(rank, what, answer.get(name), expected[name]):
+                yield because(wrong, hint + explain(rank))
                 break
 
 
@@ -195,18 +201,22 @@ def judge_data(case: Case) -> Iterator[Finding]:
     """All ranks train on the same dataset, the one of `seed`, in both epochs."""
     inputs = case.inputs[0]
     x, _ = _dataset(inputs, torch.Generator().manual_seed(inputs["seed"]))
+    is_right: list[int] = []
     for rank, answer in enumerate(case.answers):
         seen = answer.get("seen")
         if not is_floats(seen) or not seen.size:
             yield Finding("no samples went through the model.", rank)
         elif not (right := np.abs(seen - x[0, 0].item()) <= 1e-5).all():  # of nan, nothing holds
-            where = "some" if right.any() else "all"
-            yield Finding(
-                f"{where} samples are not of the dataset of `seed`. Do all ranks share out one "
-                "dataset, the same in every epoch? If each rank draws its own, no two of them "
-                "train on the same data.",
-                rank,
-            )
+            what = "some samples are not" if right.any() else "no sample is"
+            epochs = [part.all() for part in np.array_split(right.ravel(), 2)]
+            why = "Do all ranks share out one dataset, the same in every epoch?"
+            if epochs == [True, False]:
+                why = "In epoch 0 all are: draw the dataset once, before the epochs."
+            elif 0 in is_right and not right.any():
+                why = "Rank 0's are: a generator seeded with `seed` gives all ranks one dataset."
+            yield Finding(f"{what} of the dataset of `seed`. {why}", rank)
+        else:
+            is_right.append(rank)
 
 
 def judge_zero_grad(case: Case) -> Iterable[Finding]:
@@ -231,12 +241,47 @@ def judge_zero_grad(case: Case) -> Iterable[Finding]:
         losses = [F.cross_entropy(model(x[rows]), y[rows]) for rows in step]
         torch.stack(losses).mean().backward()
         optimizer.step()
-    return _judge_weights(
-        case,
-        {name: value.numpy() for name, value in model.state_dict().items()},
-        f"Expected what {len(steps)} plain steps with the mean gradient of all ranks give: does a "
-        "step still hold the gradients of the steps before it? Is every rank's gradient in it?",
-    )
+    right = {name: value.numpy() for name, value in model.state_dict().items()}
+    hint = f"Expected what {len(steps)} plain steps with the mean gradient of all ranks give. "
+    return _judge_weights(case, right, hint, partial(_explain_steps, case, steps))
+
+
+def _explain_steps(case: Case, steps: list[list[list[int]]], rank: int) -> str:
+    """What a rank did in place of the steps."""
+    inputs, answer = case.inputs[0], case.answers[rank]
+    sizes, size = told(answer, "sizes"), inputs["batch_size"]
+    if isinstance(sizes, list) and (other := sorted({str(n) for n in sizes} - {str(size)})):
+        return (
+            f"Batches of {', '.join(other)} samples went through this rank's model: "
+            f"batch_size={size} is that of one rank."
+        )
+    x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
+    for keeps, ranks, hint in (
+        (
+            True,
+            range(case.world_size),
+            "Each step still holds the gradients of the steps before it: clear them before "
+            "backward().",
+        ),
+        (
+            False,
+            [rank],
+            "This rank's own gradient alone was stepped with: in DDP, backward() averages it over "
+            "the ranks.",
+        ),
+    ):
+        model = Recorded(inputs, torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for step in steps:
+            if not keeps:
+                optimizer.zero_grad()
+            losses = [F.cross_entropy(model(x[step[r]]), y[step[r]]) for r in ranks]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+        values = model.state_dict()
+        if all(oracle.agrees(answer.get(name), values[name].numpy()) for name in NAMES):
+            return hint
+    return "Is every rank's gradient in each step, and no older one?"
 
 
 def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
@@ -315,10 +360,10 @@ def judge_shares(case: Case) -> list[Finding]:
             return [
                 Finding(
                     f"epoch {number}: {len(numbers)} different samples in "
-                    f"{sum(map(len, epoch))} places, expected {len(expected)}, each on one rank. A "
-                    "shuffled loader on every rank deals the same samples out several times; ranks "
-                    "have to share one permutation, though their default generators differ. And "
-                    "none is left out: a few that come twice fill the last places."
+                    f"{sum(map(len, epoch))} places, expected {len(expected)}, each on one rank. "
+                    "The ranks' shares overlap: all have to deal out one permutation, though "
+                    "their default generators differ. None is left out: a few that come twice fill "
+                    "the last places."
                 )
             ]
     return []
@@ -350,7 +395,9 @@ def judge_saved(case: Case) -> list[Finding]:
         if written is not (rank == 0):
             findings.append(
                 Finding(
-                    f"a file at `path`: {written}, expected {rank == 0}. One rank writes.", rank
+                    f"a file at `path`: {written}, expected {rank == 0}. Rank 0 writes, and no "
+                    "other rank.",
+                    rank,
                 )
             )
     answer = case.answers[0]
@@ -394,6 +441,7 @@ def judge_saved(case: Case) -> list[Finding]:
             trained,
             rtol=oracle.RTOL["float32"],
             atol=1e-6,
+            hint="The file is written after each epoch, also if the loss has become larger.",
         ):
             findings.append(wrong)
             break

@@ -7,18 +7,21 @@ loop holds one batch, and after the loop has broken off.
 from __future__ import annotations
 
 import contextlib
+import queue
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import as_number, item_of
+from autograder.criteria.common.answers import as_number, item_of, naming
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import is_same
 
 PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
+HANG_S = 25.0  # what has not ended by then hangs; below the deadline of the cell
 BATCHES = 60  # of the source whose batches are counted while they are loaded ahead
 MANY = 200_000  # batches of the source whose loop breaks off early
 ENOUGH = 1000  # of these may be made after that: a thread that stops makes one or two
@@ -170,11 +173,55 @@ def _said_without_beginning(prefetch: Any, depth: int) -> str:
     return said[0]
 
 
+def _ends(work: Callable[[], Any]) -> bool:
+    """Whether a call ends in time, in a thread of its own; raises the error that it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    if errors:
+        raise errors.pop()  # of no list any more, so that nothing keeps the loop in it alive
+    return not thread.is_alive()
+
+
+def _is_in_put(threads: set[threading.Thread]) -> bool:
+    """Whether one of the threads waits for room in a queue."""
+    frames = sys._current_frames()
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        while frame is not None:
+            if frame.f_code is queue.Queue.put.__code__:
+                return True
+            frame = frame.f_back
+    return False
+
+
+def _takes_all(source: Any, depth: int, prefetch: Any, taken: list[Any]) -> bool:
+    """Whether a loop that puts the batches into `taken` ends in time."""
+
+    def loop() -> None:
+        for batch in prefetch(source, depth):
+            taken.append(batch)
+
+    return _ends(loop)
+
+
 def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
     """The delivered batches, an error of the source, and threads left after a loop breaks off."""
     depth, broken = inputs["depth"], inputs["broken"]
     batches = [np.array(b) if isinstance(b, list) else b for b in inputs["batches"]]
-    delivered = list(prefetch(list(batches), depth))
+    before = set(threading.enumerate())
+    delivered: list[Any] = []
+    with naming(f"prefetch(batches, {depth}) with a list of {len(batches)} batches"):
+        if not _takes_all(list(batches), depth, prefetch, delivered):
+            return _waits_for(f"a source of {len(batches)} batches", delivered, before)
 
     def breaks() -> Iterator[Any]:
         yield from batches[:broken]
@@ -183,14 +230,32 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
         raise error
 
     before_error, said, sector = [], "", None
+    before = set(threading.enumerate())
     try:
-        for batch in prefetch(breaks(), depth):
-            before_error.append(batch)
+        if not _takes_all(breaks(), depth, prefetch, before_error):
+            what = f"a source that raises an error after {broken} batches"
+            return _waits_for(what, before_error, before)
     except Exception as error:
         said, sector = f"{type(error).__name__}: {error}", getattr(error, "sector", None)
-    before = set(threading.enumerate())
+    return {
+        "delivered": _described(delivered),
+        "before_error": _described(before_error),
+        "said": said,
+        "sector": sector,
+        **_observe_breaks(prefetch, depth),
+    }
 
-    left, before_break, after_break = [], [], []
+
+def _waits_for(what: str, taken: list[Any], before: set[threading.Thread]) -> Values:
+    """What to tell of a loop that never ended; it waits in one of the new threads."""
+    others = len(set(threading.enumerate()) - before) - 1
+    return {"waits": [what, len(taken), others]}
+
+
+def _observe_breaks(prefetch: Any, depth: int) -> Values:
+    """What becomes of the thread when a loop breaks off; and a source without a beginning."""
+    before = set(threading.enumerate())
+    left, before_break, after_break, in_put = [], [], [], []
     for kind in BREAKS:
         made = [0]
         loop = iter(prefetch(_source(kind, depth, made), depth))
@@ -199,20 +264,20 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
                 next(loop)
         time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
         before_break.append(made[0])
-        getattr(loop, "close", lambda: None)()
+        closes = _ends(getattr(loop, "close", lambda: None))
         del loop
-        left.append(_threads_beside(before))
+        left.append(_threads_beside(before) if closes else -1)  # -1: nobody knows
         after_break.append(made[0] - before_break[-1])
+        in_put.append(_is_in_put(set(threading.enumerate()) - before))
+        if not closes:
+            break
         before = set(threading.enumerate())
     return {
-        "delivered": _described(delivered),
-        "before_error": _described(before_error),
-        "said": said,
-        "sector": sector,
         "left": left,
         "before_break": before_break,
         "after_break": after_break,
-        "no_beginning": _said_without_beginning(prefetch, depth),
+        "in_put": in_put,
+        "no_beginning": "" if -1 in left else _said_without_beginning(prefetch, depth),
     }
 
 
@@ -233,7 +298,10 @@ def judge_ends(case: Case) -> Iterator[Finding]:
     """Batches come in order, errors are passed on, and no thread is left."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         batches, broken = inputs["batches"], inputs["broken"]
-        if not is_same(answer.get("delivered"), batches):
+        said = str(answer.get("said"))
+        if isinstance(answer.get("waits"), list):
+            yield Finding(_waits_problem(answer["waits"]), rank)
+        elif not is_same(answer.get("delivered"), batches):
             yield Finding(
                 f"expected the {len(batches)} batches in order, got "
                 f"{answer.get('delivered')!r}. "
@@ -246,13 +314,10 @@ def judge_ends(case: Case) -> Iterator[Finding]:
                 "thread, send it through the queue, and raise it in the loop.",
                 rank,
             )
-        elif not str(answer.get("said")).startswith(DiskError.__name__) or inputs[
-            "word"
-        ] not in str(answer.get("said")):
+        elif not said.startswith(DiskError.__name__) or inputs["word"] not in said:
             yield Finding(
-                f"the source raised a {DiskError.__name__}, and the loop got "
-                f"{str(answer.get('said'))[:200]!r}: raise that error itself, because whoever "
-                "expects it looks for its type.",
+                f"the source raised a {DiskError.__name__}, and the loop got {said[:200]!r}: raise "
+                "that error itself, because whoever expects it looks for its type.",
                 rank,
             )
         elif not is_same(answer.get("sector"), inputs["sector"]):
@@ -267,14 +332,26 @@ def judge_ends(case: Case) -> Iterator[Finding]:
                 f"{answer.get('before_error')!r}.",
                 rank,
             )
+        elif problem := _break_problem(answer, inputs["depth"]):
+            yield Finding(problem, rank)
         elif answer.get("no_beginning") != DiskError.__name__:
             yield Finding(
                 f"the source raised a {DiskError.__name__} in iter(), before its first batch, and "
                 "the loop never got it. All that the thread does with the source can fail.",
                 rank,
             )
-        elif problem := _break_problem(answer, inputs["depth"]):
-            yield Finding(problem, rank)
+
+
+def _waits_problem(waits: list[Any]) -> str:
+    what, taken, threads = (item_of(waits, i) for i in range(3))
+    thread = (
+        "Its thread has ended: before it does, it has to tell the loop why, through the queue."
+        if is_same(threads, 0)
+        else "Its thread is still there."
+    )
+    return (
+        f"a loop over {what} got {taken} batches, and still waited after {HANG_S:.0f} s. {thread}"
+    )
 
 
 def _break_problem(answer: Values, depth: int) -> str | None:
@@ -290,11 +367,26 @@ def _break_problem(answer: Values, depth: int) -> str | None:
                 f"{kind}, and after that the thread made {after:.0f} more. It has to stop then, "
                 "though its source is not through."
             )
-        if not is_same(item_of(answer.get("left"), number), 0):
-            return (
-                f"{kind}, and the loading thread is still there: it waits for room in the queue "
-                "that nobody will make."
-                + " (Start it at the first batch, not before.)"
-                * (kind == BREAKS[-1])
-            )
+        left = item_of(answer.get("left"), number)
+        if is_same(left, 0):
+            continue
+        what = (
+            f"close() of the generator did not return in {HANG_S:.0f} s"
+            if is_same(left, -1)
+            else "the loading thread is still there"
+        )
+        why = ""
+        if is_same(item_of(answer.get("in_put"), number), True):
+            who = "the thread" if left == -1 else "it"
+            why = f": {who} waits in put() for room in the queue that nobody will make"
+        return f"{kind}, and {what}{why}. {_MORE[kind]}".rstrip()
     return None
+
+
+# What is said of each break; whoever comes to one has passed those before it.
+_MORE = {
+    BREAKS[0]: "The thread has to notice that the loop has gone.",
+    BREAKS[1]: "With batches left the thread did end; with only the end left to tell it must, too.",
+    BREAKS[2]: "With batches left the thread did end; with an error left to tell it must, too.",
+    BREAKS[3]: "(Start it at the first batch, not before.)",
+}

@@ -17,6 +17,7 @@ from autograder.criteria.common.answers import (
     described_scalar,
     is_close,
     item_of,
+    naming,
     returned,
     short,
     unit_hint,
@@ -101,7 +102,8 @@ def observe_plans(plan_buckets: Any, inputs: Values, context: Context) -> Values
     plans = []
     for case in inputs["cases"]:
         sizes = list(case["sizes"])
-        plans.append(read_plan(plan_buckets(sizes, case["cap"]), "plan_buckets"))
+        with naming(f"plan_buckets({sizes}, {case['cap']})"):
+            plans.append(read_plan(plan_buckets(sizes, case["cap"]), "plan_buckets"))
         _unchanged("plan_buckets", "sizes", sizes, case["sizes"])
     return {"plans": plans}
 
@@ -224,8 +226,9 @@ def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> 
             "sizes": list(case["sizes"]),
             "backward_s": list(case["backward_s"]),
         }
-        found = predict_step(*lists.values(), case["forward_s"], all_reduce_of(case))
-        seconds.append(described_scalar(found))
+        with naming(f"predict_step({case['plan']}, …) for {len(case['sizes'])} gradients"):
+            found = predict_step(*lists.values(), case["forward_s"], all_reduce_of(case))
+            seconds.append(described_scalar(found))
         for name, value in lists.items():
             _unchanged("predict_step", name, value, case[name])
     return {"seconds": seconds}
@@ -326,9 +329,16 @@ def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:
 
         def measure(plan: Any, network: Values = network, measured: list = measured) -> float:
             measured.append(read_plan(plan, "the plan to measure"))
+            count = len(network["sizes"])
+            if any(not b or max(b) >= count or min(b) < -count for b in measured[-1]):
+                raise ValueError(
+                    f"measure(plan) got the plan {measured[-1]} for {count} gradients: no bucket "
+                    f"may be empty, and the indices are 0 to {count - 1}"
+                )
             return _seconds(network, measured[-1])
 
-        plans.append(read_plan(tune_plan(list(network["sizes"]), measure), "tune_plan"))
+        with naming(f"tune_plan(sizes, measure) with {len(network['sizes'])} gradients"):
+            plans.append(read_plan(tune_plan(list(network["sizes"]), measure), "tune_plan"))
         counts.append(len(measured))
     return {"plans": plans, "counts": counts}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import item_of, returned
+from autograder.criteria.common.answers import item_of, naming, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.runs import Run
 from autograder.criteria.lab6_profiling.shares import breakdown
@@ -58,7 +58,11 @@ def _some(rng: np.random.Generator, cause: str) -> Iterator[tuple[bool, Run, str
     run.across = _PART[cause]
     yield True, run, "every rank loses the same, and what is exposed goes on into the next step"
     for ranks in (lambda n: [0], lambda n: [n // 2], lambda n: [n - 1]):
-        yield True, _planted(rng, cause, ranks), "one rank alone loses it"
+        yield (
+            True,
+            _planted(rng, cause, ranks),
+            "one rank alone loses it, and the rank with most counts",
+        )
 
 
 def _copies(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
@@ -112,7 +116,8 @@ def _buckets(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
         if longer == "copy":  # that one has no exposed communication at all
             run.parts["communication"][:, guilty] = 0.0
         run.add("communication", waited, _all_but(run.num_ranks, guilty))
-        yield False, run, "all ranks but one wait for that one; the network is not slow"
+        why = "all ranks but one only wait for that one; the rank with least communication counts"
+        yield False, run, why
 
 
 def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
@@ -151,7 +156,10 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
     # would be without what goes on after the last one.
     run.add(run.across, rng.uniform(0.104, 0.112))
     run.beyond = float(rng.uniform(0.05, 0.1))
-    why = "half of the loss goes on after the end of the step in which it begins, the last as well"
+    why = (
+        "half of it begins in one step and ends in the next, at both ends of the steps that count, "
+        "too; of such a span each step has the part that lies in it"
+    )
     yield False, run, why
 
     run = Run.quiet(rng, ranks=5)
@@ -222,8 +230,11 @@ def observe(find_bottleneck: Any, inputs: Values, context: Context) -> Values:
     said = []
     for number, steps in enumerate(inputs["steps"]):
         windows = [(float(a), float(b)) for a, b in steps]
-        answer = find_bottleneck(unpack(inputs, str(number)), windows)
-        said.append(str(returned(answer, "find_bottleneck"))[:50])
+        spans = unpack(inputs, str(number))
+        ranks = len({s.rank for s in spans})
+        with naming(f"find_bottleneck(…) with {ranks} ranks, {len(windows)} steps"):
+            answer = find_bottleneck(spans, windows)
+            said.append(str(returned(answer, "find_bottleneck"))[:50])
     return {"said": said}
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import emulated, oracle
+from autograder.criteria.common.answers import naming
 from autograder.criteria.common.charged import find_ahead, find_disorder, reaches_all
 from autograder.criteria.common.emulated import even_cluster, is_compute
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -54,8 +55,9 @@ def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values
     for step in range(STEPS):
         model.zero_grad(set_to_none=step != 2)
         x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).double().to(context.device) for k in "xy")
-        oracle.mse(model(x), y).backward()
-        buckets.finish()
+        with naming(f"backward() and finish() of step {step}"):
+            oracle.mse(model(x), y).backward()
+            buckets.finish()
         for i, p in enumerate(model.parameters()):
             answer[f"g{step}/{i}"] = oracle.grad_of(p).astype(np.float64)
     return answer
@@ -166,8 +168,9 @@ def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Value
     for step in range(STEPS):
         x, y = (torch.from_numpy(inputs[f"{k}/{step}"]) for k in "xy")
         model.zero_grad()
-        oracle.mse(model(x), y).backward()
-        buckets.finish()
+        with naming(f"backward() and finish() of step {step}"):
+            oracle.mse(model(x), y).backward()
+            buckets.finish()
     return {"done": True}
 
 
@@ -358,13 +361,16 @@ def _late(case: Case) -> list[Finding]:
                 if is_compute(event, "backward", step):
                     complete = [all(i >= there for i in bucket) for bucket in plan]
                     count = complete.index(False)
-                    if sent < sum(sizes[i] for bucket in plan[:count] for i in bucket):
+                    due = sum(sizes[i] for bucket in plan[:count] for i in bucket)
+                    if sent < due:
+                        more = " One hook may have to start several buckets." * (sent > 0)
                         return [
                             Finding(
-                                f"step {step}: the first {count} buckets of the plan were complete "
-                                f"when backward came to layer {there - 1}, and not all of them had "
-                                "started. Each starts as soon as its gradients are there and all "
-                                "before it have started, in every step.",
+                                f"step {step}: when backward came to layer {there - 1}, the first "
+                                f"{count} bucket{'s' * (count > 1)} of the plan could go, which "
+                                f"are {due} bytes, and {sent} bytes did. Each starts as soon as "
+                                "its gradients are there and all before it have started, in every "
+                                f"step.{more}",
                                 rank,
                             )
                         ]

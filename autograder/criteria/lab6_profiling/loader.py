@@ -18,6 +18,7 @@ from autograder.criteria.common.answers import (
     described_numbers,
     is_close,
     item_of,
+    naming,
     returned,
     unit_hint,
 )
@@ -79,8 +80,9 @@ def observe_wait(loader_wait: Any, inputs: Values, context: Context) -> Values:
     for number in range(3):
         load, work = (inputs[f"{k}/{number}"].tolist() for k in ("load", "work"))
         slow = SlowLoader(load, work)
-        found = loader_wait(slow, slow.step, slow.synchronize, clock=slow.clock)
-        means.append(described_numbers(returned(found, "loader_wait")))
+        with naming(f"loader_wait(…) with the batches {slow.batches}"):
+            found = loader_wait(slow, slow.step, slow.synchronize, clock=slow.clock)
+            means.append(described_numbers(returned(found, "loader_wait")))
         seen.append(slow.seen)
     return {"means": means, "seen": seen}
 
@@ -177,9 +179,10 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
     found = []
     for case in inputs["cases"]:
         numbers = {key: case[key] for key in ("load_s", "step_s", "cores", "ranks_per_node")}
-        settings = loader_settings(**numbers, device=torch.device(case["device"]))
-        settings = dict(returned(settings, "loader_settings"))
-        with warnings.catch_warnings():
+        with naming(f"loader_settings({_shown(case)})"):
+            settings = loader_settings(**numbers, device=torch.device(case["device"]))
+            settings = dict(returned(settings, "loader_settings"))
+        with warnings.catch_warnings(), naming(f"DataLoader(…, **{settings})"):
             warnings.simplefilter("ignore")  # this machine may have fewer cores
             loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, **settings)
         found.append(
@@ -203,11 +206,14 @@ def judge_settings(case: Case) -> Iterator[Finding]:
             got = item_of(answer.get("found"), number)
             problem = _settings_problem(got if isinstance(got, dict) else {}, drawn)
             if problem:
-                what = ", ".join(
-                    f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in drawn.items()
-                )
-                yield Finding(f"{what}: {problem}", rank)
+                yield Finding(f"{_shown(drawn)}: {problem}", rank)
                 break
+
+
+def _shown(case: Values) -> str:
+    return ", ".join(
+        f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in case.items()
+    )
 
 
 def _settings_problem(got: Values, drawn: Values) -> str | None:
@@ -215,13 +221,25 @@ def _settings_problem(got: Values, drawn: Values) -> str | None:
     share = drawn["cores"] // drawn["ranks_per_node"]
     workers, on_gpu = min(enough, share), drawn["device"].startswith("cuda")
     if got.get("num_workers") != workers:
-        hint = "" if got.get("num_workers") != enough else " All ranks of a node share its cores."
+        found, hint = got.get("num_workers"), ""
+        if found == enough:
+            hint = " All ranks of a node share its cores."
+        elif isinstance(found, int) and enough == workers < found:
+            hint = f" {enough} keep up already."
+        elif isinstance(found, int) and 0 < found < workers:
+            hint = (
+                f" With {found} a batch takes {drawn['load_s'] / found:.6g} s, which is more than "
+                f"the {drawn['step_s']:.6g} s of a step."
+            )
         return (
             f"expected {workers} workers ({enough} would keep up, {share} cores per rank), got "
-            f"{got.get('num_workers')!r}.{hint}"
+            f"{found!r}.{hint}"
         )
     if got.get("pin_memory") is not on_gpu:
-        return f"pin_memory: expected {on_gpu}, got {got.get('pin_memory')!r}."
+        return (
+            f"pin_memory: expected {on_gpu}, got {got.get('pin_memory')!r}: it is True for a GPU, "
+            "with an index or without, and for nothing else."
+        )
     if got.get("persistent_workers") is not (workers > 0):
         return (
             f"persistent_workers: expected {workers > 0} with {workers} workers, got "

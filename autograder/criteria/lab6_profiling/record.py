@@ -18,9 +18,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autograder.criteria.common.answers import as_number, item_of, returned
+from autograder.criteria.common.answers import as_number, described, item_of, naming, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab6_profiling.spans import KINDS, Span, active_seconds, draw_name, is_same
+from autograder.criteria.lab6_profiling.spans import (
+    KINDS,
+    Span,
+    active_seconds,
+    draw_name,
+    expected_spans,
+    is_same,
+)
 
 # --- profile_steps -------------------------------------------------------------------------------
 
@@ -53,8 +60,9 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
         left = {path for path in left if path.exists()}
         if left:
             time.sleep(0.05)
-    names = sorted(path.name for path in [*left, *temporary])
-    return {"runs": runs, "left": names[:3], "written": written}
+    names = [path.name for path in left]
+    names += [f"{path.name} (in the folder for temporary files)" for path in temporary]
+    return {"runs": runs, "left": sorted(names)[:3], "written": written}
 
 
 def _train(weight: torch.Tensor) -> None:
@@ -91,14 +99,28 @@ def _record(profile_steps: Any, run: Values, label: str, context: Context) -> Va
         calls[0] += 1
 
     kept = []
-    found = profile_steps(step, warmup=run["warmup"], num_steps=run["num_steps"])
-    events = list(returned(found, "profile_steps"))
+    with naming(f"profile_steps(step, warmup={run['warmup']}, num_steps={run['num_steps']})"):
+        found = profile_steps(step, warmup=run["warmup"], num_steps=run["num_steps"])
+        events = _as_events(returned(found, "profile_steps"))
     for event in events:
         name, category = str(event.get("name")), str(event.get("cat"))
         wanted = name == "step" or name.startswith(label) or name == "aten::mm"
         if event.get("ph") == "X" and category in ("user_annotation", "cpu_op") and wanted:
             kept.append([name, float(event["ts"]), float(event["dur"])])
     return {"calls": calls[0], "events": kept[:200], "phases": _phases(events)}
+
+
+def _as_events(found: Any) -> list[Any]:
+    """What profile_steps returned as a list; an error says what came if it is no list of events."""
+    if isinstance(found, dict) or not hasattr(found, "__iter__"):
+        raise TypeError(
+            f"profile_steps returned {described(found)}, expected the list of events: what the "
+            'file of export_chrome_trace has under "traceEvents"'
+        )
+    events = list(found)
+    if wrong := [event for event in events if not isinstance(event, dict)]:
+        raise TypeError(f"profile_steps returned a list with {described(wrong[0])}, not of dicts")
+    return events
 
 
 def judge_record(case: Case) -> Iterator[Finding]:
@@ -108,7 +130,11 @@ def judge_record(case: Case) -> Iterator[Finding]:
     """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if not is_same(answer.get("left"), []):
-            yield Finding(f"files are left behind: {answer.get('left')}.", rank)
+            yield Finding(
+                f"files are left behind: {answer.get('left')}. The trace is written only to be "
+                "read: tempfile.TemporaryDirectory() removes its folder and all that is in it.",
+                rank,
+            )
             continue
         for number, run in enumerate(inputs["runs"]):
             got = item_of(answer.get("runs"), number)
@@ -129,9 +155,14 @@ def _record_problem(run: Values, label: str, answer: Values) -> str | None:
             if start is not None and length is not None:
                 events.append((event[0], start, start + length))
     if not is_same(answer.get("calls"), warmup + num_steps):
+        hint = ""
+        if warmup and is_same(answer.get("calls"), num_steps):  # the run before had no warm-up
+            hint = " No warm-up step ran here. Each call of profile_steps has its own warm-up."
+        elif not warmup and is_same(answer.get("calls"), num_steps + 1):
+            hint = " With warmup=0 there is no warm-up step."
         return (
             f"num_steps={num_steps}: step() was called {answer.get('calls')!r} times, expected "
-            f"{warmup + num_steps}."
+            f"{warmup + num_steps}.{hint}"
         )
     seen = {name for name, _, _ in events if name.startswith(label)}
     if too_early := [n for n in range(warmup) if f"{label}/{n}" in seen]:
@@ -291,45 +322,17 @@ def _gpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> Non
     record.each("enumerate(DataLoader)#", "user_annotation", 1, 8000, 8500, 2)
 
 
-def expected_spans(events: list[Values]) -> list[Span]:
-    """The spans that the lab's table makes of the events."""
-    timed = [event for event in events if "dur" in event and event.get("ph") == "X"]
-    categories = {event["cat"] for event in timed}
-    loading = [event for event in timed if event["name"].startswith("enumerate(DataLoader)")]
-    spans = []
-    for event in timed:
-        name, category, kind = event["name"], event["cat"], None
-        start, end = event["ts"], event["ts"] + event["dur"]
-        if event in loading:
-            kind = "loader"
-        elif category == "kernel":
-            kind = "communication" if name.startswith("nccl") else "compute"
-        elif category in ("gpu_memcpy", "gpu_memset"):
-            kind = "copy"
-        elif category == "user_annotation" and name.startswith("gloo:"):
-            kind = "communication"
-        elif category == "user_annotation" and name.startswith("host:"):
-            kind = "host"
-        elif category == "cpu_op" and "kernel" not in categories and not name.startswith("c10d::"):
-            inside = any(
-                o["tid"] == event["tid"] and o["ts"] <= start and end <= o["ts"] + o["dur"]
-                for o in loading
-            )
-            kind = None if inside else "compute"
-        if kind:
-            spans.append(Span(0, kind, name, start / 1e6, end / 1e6))
-    return spans
-
-
 def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
     """The spans that the function makes of each list of events."""
     answer: Values = {}
     for number, events in enumerate(inputs["traces"]):
         before = _read(events)
-        spans = [
-            Span(int(s.rank), str(s.kind), str(s.name), float(s.start), float(s.end))
-            for s in returned(to_spans(events, inputs["rank"]), "to_spans")
-        ]
+        where = f"trace {number + 1} of {len(inputs['traces'])}, {len(events)} events"
+        with naming(f"to_spans(events, rank={inputs['rank']}): {where}"):
+            spans = [
+                Span(int(s.rank), str(s.kind), str(s.name), float(s.start), float(s.end))
+                for s in returned(to_spans(events, inputs["rank"]), "to_spans")
+            ]
         if inputs["kept"] and _read(events) != before:
             raise ValueError(
                 "to_spans has changed the events that it was given: leave them as they are, "

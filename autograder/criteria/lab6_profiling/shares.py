@@ -18,6 +18,7 @@ from autograder.criteria.common.answers import (
     described_scalar,
     is_close,
     item_of,
+    naming,
     returned,
     short,
     unit_hint,
@@ -170,20 +171,27 @@ def draw_export(draw: Draw) -> list[Values]:
 
 def observe_share(function: Any, inputs: Values, context: Context) -> Values:
     """The function's number for every trace."""
-    return {
-        "shares": [
-            described_scalar(function(unpack(inputs, str(number)), start, end))
-            for number, (start, end) in enumerate(inputs["windows"])
-        ]
-    }
+    shares = []
+    for number, (start, end) in enumerate(inputs["windows"]):
+        spans = unpack(inputs, str(number))
+        with naming(_call(spans, start, end)):
+            shares.append(described_scalar(function(spans, start, end)))
+    return {"shares": shares}
+
+
+def _call(spans: list[Span], start: float, end: float) -> str:
+    count = sum(s.end > start and s.start < end for s in spans)
+    return f"with {len(spans)} spans, {count} of them in the window from {start:.6g} to {end:.6g}"
 
 
 def observe_breakdown(function: Any, inputs: Values, context: Context) -> Values:
     """The seconds of each part, for every window."""
     parts = []
     for number, (start, end) in enumerate(inputs["windows"]):
-        found = returned(function(unpack(inputs, str(number)), start, end), "breakdown")
-        parts.append({str(key): described_scalar(value) for key, value in found.items()})
+        spans = unpack(inputs, str(number))
+        with naming(_call(spans, start, end)):
+            found = returned(function(spans, start, end), "breakdown")
+            parts.append({str(key): described_scalar(value) for key, value in found.items()})
     return {"parts": parts}
 
 

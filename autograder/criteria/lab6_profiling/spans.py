@@ -81,6 +81,36 @@ def covered(spans: Sequence[Span], kinds: Iterable[str], start: float, end: floa
     return math.fsum(v for k, v in active_seconds(spans, start, end).items() if k & wanted)
 
 
+def expected_spans(events: Sequence[Values]) -> list[Span]:
+    """The spans that the lab's table makes of the events."""
+    timed = [event for event in events if "dur" in event and event.get("ph") == "X"]
+    categories = {event["cat"] for event in timed}
+    loading = [event for event in timed if event["name"].startswith("enumerate(DataLoader)")]
+    spans = []
+    for event in timed:
+        name, category, kind = event["name"], event["cat"], None
+        start, end = event["ts"], event["ts"] + event["dur"]
+        if event in loading:
+            kind = "loader"
+        elif category == "kernel":
+            kind = "communication" if name.startswith("nccl") else "compute"
+        elif category in ("gpu_memcpy", "gpu_memset"):
+            kind = "copy"
+        elif category == "user_annotation" and name.startswith("gloo:"):
+            kind = "communication"
+        elif category == "user_annotation" and name.startswith("host:"):
+            kind = "host"
+        elif category == "cpu_op" and "kernel" not in categories and not name.startswith("c10d::"):
+            inside = any(
+                o["tid"] == event["tid"] and o["ts"] <= start and end <= o["ts"] + o["dur"]
+                for o in loading
+            )
+            kind = None if inside else "compute"
+        if kind:
+            spans.append(Span(0, kind, name, start / 1e6, end / 1e6))
+    return spans
+
+
 def is_same(got: Any, wanted: Any) -> bool:
     """Equality of plain values of the same type; an array never equals a list, for example."""
     return type(got) is type(wanted) and got == wanted

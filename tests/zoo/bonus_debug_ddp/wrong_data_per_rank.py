@@ -2,6 +2,7 @@
 
 loses: debug_train_data
 class: example
+says: debug_train_data Rank 0's are: a generator seeded with `seed`
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: debug_bucket_tail
 class: example
+says: debug_bucket_tail what is left at the end travels, too
 """
 
 

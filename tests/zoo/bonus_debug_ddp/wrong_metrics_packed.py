@@ -1,6 +1,7 @@
 """Packs metrics into one vector, as they come, if all ranks have equally many.
 
 loses: debug_metrics_order
+says: debug_metrics_order all ranks need one order of names
 """
 
 

@@ -8,6 +8,7 @@ loses: debug_train_saved, debug_step_mean, debug_bucket_wait, debug_bucket_tail,
     debug_amp_order, debug_broadcast_buffers, debug_evaluate_tail,
     debug_resume_random, debug_once, debug_metrics_missing, debug_seed_dropout
 because: it puts one new mistake into every case
+says: debug_amp_order the weights are no longer finite
 """
 
 

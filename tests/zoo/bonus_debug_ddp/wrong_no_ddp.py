@@ -1,6 +1,7 @@
 """Never wraps the model: each rank trains for itself.
 
 loses: debug_train_zero_grad
+says: debug_train_zero_grad This rank's own gradient alone was stepped with
 """
 
 

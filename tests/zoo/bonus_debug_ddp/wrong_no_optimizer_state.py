@@ -2,6 +2,7 @@
 
 loses: debug_resume_optimizer
 class: example
+says: debug_resume_optimizer The optimizer began anew
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: debug_resume_random
 class: example
+says: debug_resume_random That is how a new process begins
 """
 
 

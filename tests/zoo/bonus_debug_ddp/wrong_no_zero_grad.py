@@ -1,6 +1,7 @@
 """Leaves the old gradients in.
 
 loses: debug_train_zero_grad
+says: debug_train_zero_grad Each step still holds the gradients of the steps before it
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: debug_evaluate_tail
 class: example
+says: debug_evaluate_tail Some samples count twice
 """
 
 

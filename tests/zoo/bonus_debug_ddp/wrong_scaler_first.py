@@ -2,6 +2,7 @@
 
 loses: debug_amp_order
 class: example
+says: debug_amp_order Where the scale has grown, the gradient was divided by the new one
 """
 
 

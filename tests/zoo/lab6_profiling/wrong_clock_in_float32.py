@@ -1,6 +1,7 @@
 """Reads the clock into float32, which has no milliseconds left after some weeks.
 
 loses: prof_overhead
+says: prof_overhead float32 has no milliseconds
 """
 
 

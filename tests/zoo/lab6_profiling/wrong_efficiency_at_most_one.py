@@ -1,6 +1,7 @@
 """Does not believe in an efficiency above 1.
 
 loses: prof_scaling
+says: prof_scaling It can be more than that
 """
 
 

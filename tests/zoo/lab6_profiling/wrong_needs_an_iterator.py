@@ -1,6 +1,7 @@
 """Calls next() on the source itself; a list is none.
 
 loses: prof_prefetch_ends
+says: prof_prefetch_ends with a list of
 """
 
 

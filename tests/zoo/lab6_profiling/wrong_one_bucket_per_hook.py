@@ -1,6 +1,7 @@
 """Starts at most one bucket in a hook; two may be due.
 
 loses: prof_efficiency
+says: prof_efficiency One hook may have to start several buckets.
 """
 
 

@@ -1,6 +1,7 @@
 """Does not synchronize before it starts the clock.
 
 loses: prof_overhead
+says: prof_overhead the device was still busy with what came before
 """
 
 

@@ -1,6 +1,7 @@
 """Leaves its thread behind, waiting for room in a queue that nobody reads.
 
 loses: prof_prefetch_ends
+says: prof_prefetch_ends it waits in put() for room in the queue that nobody will make
 """
 
 
