@@ -1,9 +1,9 @@
 """`autograder verify --draws N`: no verdict may be a matter of luck.
 
 Each submission of the bundled class runs once. Each check that it must lose runs N times there,
-with other secret draws each time, and must lose every time. A right submission must pass all checks
-N times. Submissions with different faults run as one; if a verdict is not the expected one there,
-each of them runs alone, and that counts.
+with other secret draws each time. It must lose every time, and its message must have the words of
+the `says:` line. A right submission must pass all checks N times. Submissions with different faults
+run as one; if a verdict is not the expected one there, each of them runs alone, and that counts.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def _try(task: tuple[ZooEntry, Path], class_run: ClassRun, num_draws: int) -> tu
             got={criterion: str(verdict.status)},
             seconds=seconds,
             messages={criterion: verdict.message},
+            says={c: words for c, words in entry.says.items() if c == criterion},
             extra=frozenset(c.name for c in lab.criteria if c.extra),
         )
         problems.extend(f"{name}: {criterion}, draw {turn}: {why}" for why in row.wrong().values())
