@@ -5,9 +5,10 @@
     notebooks/             lectures; outputs take the place of code that needs withheld modules
     autograder/            checks give the same verdicts as the grader does, on practice data
 
-When a lab is over, a new release with `--over LAB` adds its solution and the modules that it
-withheld, except modules that a different open lab of this release withholds. A lab that is not
-handed out yet withholds nothing: lectures that come before this lab need the modules.
+When a lab is over, a new release with `--over LAB` adds its solution (not with
+`--without-solutions`) and the modules that it withheld, except modules that a different open lab of
+this release withholds. A lab that is not handed out yet withholds nothing: lectures that come
+before this lab need the modules.
 Solutions of open labs, the class of wrong submissions and this course's tests are never included.
 """
 
@@ -20,7 +21,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +41,7 @@ COPIED = (
     *(".dockerignore", ".devcontainer/devcontainer.json"),
 )
 _TARGETS = ("help", "lab", "clean", "install")  # targets of the Makefile that students get
+NEEDS = "needs a withheld module"
 _IGNORE = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints")
 _IGNORE_ANSWERS = shutil.ignore_patterns("__pycache__", "*.pyc", f"{OURS}.py")
 
@@ -51,12 +53,14 @@ class Release:
     Attributes:
         withheld: module -> the open labs that it waits for.
         lectures: lecture -> how many of its code cells wait for a lab, and how many it has.
+        waits: lecture -> the labs that these cells wait for.
     """
 
     folder: Path
     labs: tuple[str, ...]
     withheld: dict[str, tuple[str, ...]]
     lectures: dict[str, tuple[int, int]]
+    waits: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def write_release(
@@ -65,6 +69,8 @@ def write_release(
     labs: Sequence[str],
     over: Sequence[str] = (),
     execute: Callable[[Path, Path, Path], Path] = run_once,
+    *,
+    solutions: bool = True,
 ) -> Release:
     """Writes the students' repository; replaces what an earlier release wrote there.
 
@@ -74,8 +80,9 @@ def write_release(
         folder: a new or empty folder, or the folder of an earlier release. Only files that this
             release had written are replaced or removed; all others are kept.
         labs: labs to hand out.
-        over: labs whose deadline is over; students may see their solutions.
+        over: labs whose deadline is over; students get what these labs withheld.
         execute: runs a lecture whose outputs take the place of withheld code.
+        solutions: students also get the solutions of labs that are over.
 
     Raises:
         CourseError: the folder holds something else, a file that is not ours is where one of ours
@@ -85,6 +92,8 @@ def write_release(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=".release-") as draft:
         made = _write(course, Path(draft), labs, over, execute)
+        for lab in over if solutions else ():
+            _copy(course.root / "solutions" / lab / f"{lab}.ipynb", Path(draft, "solutions", lab))
         put_in_place(Path(draft), folder, earlier)
     return replace(made, folder=folder)
 
@@ -111,8 +120,6 @@ def _write(
         _remove_module(folder / "lib", name)
     for lab, master in zip(handed_out, masters, strict=True):
         _copy(master, folder / "labs" / lab)
-    for lab in over:
-        _copy(course.root / "solutions" / lab / f"{lab}.ipynb", folder / "solutions" / lab)
     for path, cells in lectures.items():
         _copy(path, folder / "notebooks")
         if path in cut:
@@ -121,6 +128,7 @@ def _write(
                 folder / "notebooks" / path.name,
             )
     counts = {path.stem: _count(cells) for path, cells in lectures.items()}
+    waits = {path.stem: _labs_of(cells, missing) for path, cells in cut.items()}
     for name in COPIED:
         _copy(course.root / name, (folder / name).parent)
     if (course.root / NAME).is_file():
@@ -133,13 +141,15 @@ def _write(
         for lab in handed_out
         if (at := course.calendar.of(lab).due) is not None
     }
-    (folder / "README.md").write_text(_readme(handed_out, missing, counts, due), "utf-8")
-    return Release(
+    made = Release(
         folder=folder,
         labs=tuple(handed_out),
         withheld=missing,
         lectures=counts,
+        waits=waits,
     )
+    (folder / "README.md").write_text(_readme(made, due), "utf-8")
+    return made
 
 
 def lectures_of(course: Course) -> list[Path]:
@@ -164,6 +174,12 @@ def week_by_week(course: Course, labs: Sequence[str]) -> dict[str, dict[str, tup
 
 def _count(cells: Sequence[Cell]) -> tuple[int, int]:
     return sum(cell.hidden for cell in cells), len(cells)
+
+
+def _labs_of(cells: Sequence[Cell], missing: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The labs that the hidden cells of a lecture wait for."""
+    modules = {module for cell in cells if cell.hidden for module in cell.needs}
+    return tuple(sorted({lab for module in modules for lab in missing[module]}))
 
 
 def _master(course: Course, lab: str) -> Path:
@@ -212,6 +228,16 @@ def find_withheld(library: Path, labs: Sequence[str]) -> dict[str, tuple[str, ..
             found[name] = (*found.get(name, ()), lab)
     inside = {name for name in found if _is_in(name.rpartition(".")[0], found)}
     return {name: labs for name, labs in sorted(found.items()) if name not in inside}
+
+
+def why_withheld(module: str, labs: Sequence[str]) -> str:
+    """What a withheld module, or one inside it, would answer in each of these labs."""
+    reasons: set[str] = set()
+    for lab in labs:
+        withheld = get_lab(lab).withheld.items()
+        own = {reason for name, reason in withheld if _is_in(name, [module])}
+        reasons |= own or {NEEDS}
+    return ", ".join(sorted(reasons))
 
 
 def _is_in(name: str, packages: Collection[str]) -> bool:
@@ -281,14 +307,10 @@ def _course_options(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _readme(
-    labs: Sequence[str],
-    missing: Mapping[str, Sequence[str]],
-    lectures: Mapping[str, tuple[int, int]],
-    due: Mapping[str, str],
-) -> str:
+def _readme(made: Release, due: Mapping[str, str]) -> str:
     rows = "\n".join(
-        f"| `labs/{lab}/{lab}.ipynb` | {get_lab(lab).title} | {due.get(lab, '')} |" for lab in labs
+        f"| `labs/{lab}/{lab}.ipynb` | {get_lab(lab).title} | {due.get(lab, '')} |"
+        for lab in made.labs
     )
     lines = [
         "# Training over many GPUs: labs",
@@ -309,12 +331,16 @@ def _readme(
         "practice data and says what is missing; your grade comes from the same tests with other",
         "data and another number of ranks. Hand in the notebook from `work/labs/`.",
     ]
-    if missing:
+    if made.withheld:
         lines += ["", "Not here until a lab is over, since it would be the answer:", ""]
-        lines += [f"- `{name}` ({', '.join(labs)})" for name, labs in missing.items()]
         lines += [
-            f"- lecture `{name}`: the code of {hidden} of {count} steps; their outputs are here"
-            for name, (hidden, count) in lectures.items()
+            f"- `{name}` ({', '.join(labs)}): {why_withheld(name, labs)}"
+            for name, labs in made.withheld.items()
+        ]
+        lines += [
+            f"- lecture `{name}` ({', '.join(made.waits[name])}): the code of {hidden} of {count} "
+            "steps, which needs the above; their outputs are here"
+            for name, (hidden, count) in made.lectures.items()
             if hidden
         ]
     return "\n".join(lines) + "\n"

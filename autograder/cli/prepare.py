@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,9 @@ from rich.table import Table
 
 from autograder.batch import pool
 from autograder.cli.arguments import EXIT_FAILED, positive, writable
-from autograder.course.calendar import say_time
+from autograder.course.calendar import Calendar, say_time
 from autograder.course.course import Course, CourseError
-from autograder.criteria import get_lab, lab_names
+from autograder.criteria import lab_names
 
 if TYPE_CHECKING:
     from autograder.authoring.release import Release
@@ -116,7 +116,8 @@ def _add_release(commands: Any) -> None:
         "--lab",
         action="append",
         choices=lab_names(),
-        help="to hand out (default: every lab that [calendar] in course.toml releases by now)",
+        help="to hand out (default: every lab that [calendar] in course.toml uses, and releases by "
+        "now)",
     )
     release.add_argument(
         "--over",
@@ -126,50 +127,89 @@ def _add_release(commands: Any) -> None:
         "without --lab, those whose solutions [calendar] shows by now)",
     )
     release.add_argument(
+        "--without-solutions",
+        action="store_true",
+        help="of labs that are over, hand out what they withheld, but not their solutions",
+    )
+    release.add_argument(
         "--plan",
         action="store_true",
-        help="write nothing; show what each lecture lacks while each lab is open",
+        help="write nothing; show when each lab is out, and what students lack while it is open",
     )
     release.set_defaults(run=_release)
 
 
 def _release(options: argparse.Namespace, console: Console) -> int:
-    from autograder.authoring.release import week_by_week, write_release
+    from autograder.authoring.release import write_release
 
     course, now = Course.find(), datetime.now(UTC)
     dates = {lab: course.calendar.of(lab) for lab in lab_names()}
-    labs = options.lab or [lab for lab in lab_names() if dates[lab].is_released(now)]
+    if options.plan:
+        _show_plan(course, options.lab or [lab for lab in dates if dates[lab].used], console)
+        return 0
+    labs = options.lab or [lab for lab in dates if dates[lab].is_released(now)]
     over = options.over or []
     if options.over is None and options.lab is None:
         over = [lab for lab in labs if dates[lab].is_over(now)]
-    if options.plan:
-        labs = options.lab or lab_names()
-        console.print(_term_table(week_by_week(course, labs)))
-        return 0
     if options.folder is None:
         raise CourseError("name the folder for the students' repository, or give --plan")
-    made = write_release(course, options.folder, labs, over)
+    made = write_release(
+        course, options.folder, labs, over, solutions=not options.without_solutions
+    )
     console.print(f"{made.folder}: {', '.join(made.labs)}", highlight=False, soft_wrap=True)
-    console.print(_release_table(made))
+    console.print(_release_table(made, course.calendar))
     for lab, its in dates.items():
-        if its.release is not None and lab not in made.labs:
+        if its.used and its.release is not None and lab not in made.labs:
             when = say_time(its.release, course.calendar.zone)
             console.print(f"not yet: {lab}, from {when} on", highlight=False, soft_wrap=True)
+    _show_unused(course.calendar, made.labs, console)
     return 0
 
 
-def _release_table(made: Release) -> Table:
+def _show_unused(calendar: Calendar, shown: Collection[str], console: Console) -> None:
+    """Names the labs that are no part of the course."""
+    if unused := [lab for lab in lab_names() if not calendar.of(lab).used and lab not in shown]:
+        console.print(f"not used, says course.toml: {', '.join(unused)}", highlight=False)
+
+
+def _release_table(made: Release, calendar: Calendar) -> Table:
     """What was left out, until when, and why."""
+    from autograder.authoring.release import why_withheld
+
+    def until(labs: Sequence[str]) -> str:
+        dates = {lab: calendar.of(lab).solutions for lab in labs}
+        return ", ".join(
+            f"{lab} ({at.astimezone(calendar.zone):%Y-%m-%d})" if at else lab
+            for lab, at in dates.items()
+        )
+
     table = Table(box=box.SIMPLE_HEAD, title="left out" if made.withheld else "nothing is left out")
     for heading in ("what", "until this lab is over", "why"):
         table.add_column(heading, overflow="fold")
     for name, labs in made.withheld.items():
-        reasons = {get_lab(lab).withheld.get(name, "needs a withheld module") for lab in labs}
-        table.add_row(name, ", ".join(labs), ", ".join(sorted(reasons)))
+        table.add_row(name, until(labs), why_withheld(name, labs))
     for name, (hidden, count) in made.lectures.items():
         if hidden:
-            table.add_row(f"{name}: code of {hidden} of {count} cells", "", "outputs are there")
+            table.add_row(
+                f"{name}: code of {hidden} of {count} cells",
+                until(made.waits[name]),
+                "needs such a module; outputs are there",
+            )
     return table
+
+
+def _show_plan(course: Course, labs: Sequence[str], console: Console) -> None:
+    """What is out when; and what waits meanwhile, by lecture and by module."""
+    from autograder.authoring.release import week_by_week
+
+    if not labs:
+        raise CourseError(f"{course.root / 'course.toml'}: [calendar] uses no lab")
+    first = datetime.min.replace(tzinfo=UTC)
+    releases = {lab: course.calendar.of(lab).release or first for lab in labs}
+    labs = sorted(labs, key=lambda lab: (releases[lab], not lab.startswith("lab")))
+    console.print(_term_table(week_by_week(course, labs)))
+    console.print(_dates_table(course, labs))
+    _show_unused(course.calendar, labs, console)
 
 
 def _term_table(weeks: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
@@ -184,11 +224,42 @@ def _term_table(weeks: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
     lectures = next(iter(weeks.values()))
     for lecture in lectures:
         table.add_column(lecture.partition("_")[0], justify="right", no_wrap=True, min_width=3)
-    for lab in sorted(weeks, key=lambda lab: not lab.startswith("lab")):
-        hidden = [weeks[lab][lecture][0] for lecture in lectures]
+    for lab, week in weeks.items():
+        hidden = [week[lecture][0] for lecture in lectures]
         table.add_row(lab, *(str(number or "·") for number in hidden))
     table.add_section()
     table.add_row("of", *(str(count) for _, count in lectures.values()))
+    return table
+
+
+def _dates_table(course: Course, labs: Sequence[str]) -> Table:
+    """A row per lab: its dates, and each module that it withholds, with what it would answer."""
+    from autograder.authoring.release import NEEDS, find_withheld, why_withheld
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        width=75,
+        title="what is out when, and what waits from `released` to `solutions`",
+        caption="Modules of minidist wait, each after what it would answer;\n"
+        "without a date for solutions, until a release with --over.",
+    )
+    for heading in ("released", "due", "solutions"):
+        table.add_column(heading, width=11, overflow="fold")
+    table.add_column("lab, and what it withholds", overflow="fold")
+    for lab in labs:
+        its = course.calendar.of(lab)
+        whens = ((its.release, "at once"), (its.due, "·"), (its.solutions, "--over"))
+        answers: dict[str, list[str]] = {}
+        for name in find_withheld(course.root / "lib" / "minidist", [lab]):
+            why = why_withheld(name, [lab])
+            answers.setdefault(why, []).append(name.removeprefix("minidist."))
+        others = len(answers.pop(NEEDS, []))
+        lines = [lab, *(f"{why}: {', '.join(names)}" for why, names in answers.items())]
+        table.add_row(
+            *(say_time(at, course.calendar.zone) if at else unset for at, unset in whens),
+            "\n".join([*lines, f"others that need these: {others}"] if others else lines),
+        )
     return table
 
 

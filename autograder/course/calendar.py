@@ -2,6 +2,7 @@
 
     [calendar]
     timezone = "Europe/Berlin"        of times without an offset; default: UTC
+    bonus_zero.used = false           no part of this course: never handed out, withholds nothing
 
     [calendar.lab1_ddp]
     release = 2026-10-12 08:00:00     from then on `autograder release` hands it out
@@ -37,9 +38,11 @@ class LabDates:
     """The dates of one lab, in UTC, and what handing in late costs.
 
     Attributes:
+        used: whether the lab is part of the course.
         late_per_day: None if the course says nothing about it; nbgrader's own policy then holds.
     """
 
+    used: bool = True
     release: datetime | None = None
     due: datetime | None = None
     solutions: datetime | None = None
@@ -56,7 +59,7 @@ class LabDates:
 
     def is_released(self, now: datetime) -> bool:
         """Whether students may have the lab."""
-        return self.release is None or self.release <= now
+        return self.used and (self.release is None or self.release <= now)
 
     def is_over(self, now: datetime) -> bool:
         """Whether students may have its solution."""
@@ -110,8 +113,12 @@ def _dates(table: Mapping[str, Any], zone: tzinfo, where: str) -> LabDates:
             if not (number and math.isfinite(value) and value >= 0):
                 raise OptionsError(f"{place}: expected a number from 0 up, got {value!r}")
             values[name] = float(value)
+        elif name == "used":
+            if not isinstance(value, bool):
+                raise OptionsError(f"{place}: expected true or false, got {value!r}")
+            values[name] = value
         else:
-            keys = ", ".join((*_DATES, *_NUMBERS))
+            keys = ", ".join(("used", *_DATES, *_NUMBERS))
             raise OptionsError(f"{place}: no such key; there are: {keys}")
     values["late_grace_s"] = 60 * values.pop("late_grace_minutes", 0.0)
     dates = LabDates(**values)

@@ -207,6 +207,8 @@ def test_a_wrong_extension_changes_nothing(course, capsys, arguments, says):
         ("[calendar.lab1_ddp]\ndue = 2026-10-26\nlate_at_most = 5", "late_per_day is missing"),
         ("[calendar.lab1_ddp]\ndue = 2026-10-26\nlate_per_day = -5", "a number from 0 up"),
         ("[calendar.lab1_ddp]\ndue = 2026-10-26\nrelease = 2026-10-28", "due is before release"),
+        ("[calendar]\nbonus_zero.used = 'no'", "used: expected true or false, got 'no'"),
+        ("[calendar]\nlab1_ddp.used = 0", "lab1_ddp: used: expected true or false, got 0"),
         ("[calendar]\ntimezone = 'Berlin'", 'expected a name such as "Europe/Berlin"'),
     ],
 )

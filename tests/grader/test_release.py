@@ -334,7 +334,7 @@ def test_a_file_of_yours_in_the_way_stops_a_release(tmp_path):
 def test_the_calendar_says_what_is_handed_out(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def write(course, folder, labs, over):
+    def write(course, folder, labs, over, **_):
         asked.append((list(labs), list(over)))
         return Release(folder=folder, labs=tuple(labs), withheld={}, lectures={})
 
@@ -342,13 +342,17 @@ def test_the_calendar_says_what_is_handed_out(tmp_path, monkeypatch, capsys):
     for kind in ("labs", "solutions"):
         (tmp_path / kind).mkdir()
     (tmp_path / "nbgrader_config.py").touch()
-    later = [lab for lab in lab_names() if lab != "lab1_ddp"]
-    text = "[calendar.lab1_ddp]\nrelease = 2020-01-01\nsolutions = 2020-02-01\n"
+    unused = "bonus_zero"
+    later = [lab for lab in lab_names() if lab not in ("lab1_ddp", unused)]
+    text = f"[calendar]\n{unused}.used = false\n"
+    text += "[calendar.lab1_ddp]\nrelease = 2020-01-01\nsolutions = 2020-02-01\n"
     text += "".join(f"[calendar.{lab}]\nrelease = 2999-01-01\n" for lab in later)
     (tmp_path / "course.toml").write_text(text)
     monkeypatch.setenv("AUTOGRADER_COURSE", str(tmp_path))
     assert main(["release", str(tmp_path / "out")]) == 0
-    assert f"not yet: {later[0]}, from 2999-01-01 00:00 UTC on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"not yet: {later[0]}, from 2999-01-01 00:00 UTC on" in said
+    assert f"not used, says course.toml: {unused}\n" in said
     assert main(["release", str(tmp_path / "out"), "--lab", later[0]]) == 0
     assert asked == [(["lab1_ddp"], ["lab1_ddp"]), ([later[0]], [])]
 
