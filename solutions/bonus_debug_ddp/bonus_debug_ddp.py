@@ -198,8 +198,8 @@ def broken_train(
 # - In an epoch every sample goes through exactly one rank. (If the number of samples is no multiple
 #   of the number of ranks, a few come twice.) `batch_size` is that of one rank.
 # - Every epoch deals the samples out in another order.
-# - Plain SGD; one step per batch, with the gradient of that batch and nothing else; the mean over
-#   ranks. `model` itself is trained.
+# - Plain SGD; one step per batch, with the gradient of that batch and nothing else, also if `model`
+#   brings gradients along; the mean over ranks. `model` itself is trained.
 # - After each epoch rank 0, and no other, writes the weights to `path`, with `torch.save`. Their
 #   names are those of `model`: `model.load_state_dict(torch.load(path))` works without DDP.
 #
@@ -433,9 +433,9 @@ def broken_reduce(params: Sequence[nn.Parameter], bucket_bytes: int) -> None:
 #
 # - Every parameter in `params` has a gradient; the shapes are the same on all ranks. All
 #   gradients are contiguous and have one dtype, which may be any floating-point type.
-# - Gradients are packed into buckets, in their order. A bucket is full when it holds
-#   `bucket_bytes` or more. You may also close it when the next gradient would take it beyond. A
-#   gradient larger than `bucket_bytes` is never cut. A bucket travels in one asynchronous
+# - Gradients are packed into buckets, in their order or from the last one on. A bucket is full when
+#   it holds `bucket_bytes` or more. You may also close it when the next gradient would take it
+#   beyond. A gradient larger than `bucket_bytes` is never cut. A bucket travels in one asynchronous
 #   all-reduce while the next one is packed.
 # - When the function returns, every `p.grad` is the mean over the ranks. It may be a new tensor.
 #

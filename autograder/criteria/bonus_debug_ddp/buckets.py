@@ -148,6 +148,8 @@ def _judge_buckets(
                         "These numbers are means, at the wrong places: a gradient's part of the "
                         "bucket is as long as the gradient."
                     )
+                if not why and oracle.agrees(got, expected):
+                    why = f"It is right to float32's digits only: what is {dtype} travels in it."
                 yield because(wrong, why or hint)
                 break
 

@@ -202,8 +202,9 @@ def plan(source: Draw) -> ChargePlan:
 def observe_once(prepare_once: Any, inputs: Values, context: Context) -> Values:
     """Building and loading are charged, so the broker sees when each rank does either."""
 
-    def build() -> None:
+    def build() -> int:
         context.broker.charge(BUILD, "forward")
+        return inputs["token"] + 1  # what is built is not what is loaded
 
     def load() -> int:
         context.broker.charge(LOAD, "forward")

@@ -262,12 +262,15 @@ def _momentum(module: nn.Module) -> torch.optim.Optimizer:
 def draw_scaler(draw: Draw) -> list[Values]:
     """The scale grows after two good steps in a row; two steps overflow, each on one rank.
 
-    An infinite input makes gradients nan; an infinite target makes them infinite and none nan.
+    An infinite input makes gradients nan; an infinite target makes them infinite and none nan. The
+    last step's gradients are finite, and too large for fp16 when they are scaled.
     """
     inputs = _draw_scaled(draw, 7, growth_interval=2, max_norm=NO_LIMIT, clear=False)
     rng = draw.shared("unlucky")
     for name, step in zip("xy", 2 + rng.permutation(4)[:2], strict=True):
         inputs[int(rng.integers(draw.world_size))][f"{name}/{step}"][0, 0] = np.inf
+    for values in inputs:
+        values["y/6"] *= 1000
     return inputs
 
 

@@ -85,6 +85,9 @@ def draw_frozen(draw: Draw) -> list[Values]:
 def observe_broadcast(broadcast_model: Any, inputs: Values, context: Context) -> Values:
     """Parameters and buffers after the call."""
     model = Stateful(inputs).to(context.device)
+    if context.device.type == "cpu":  # NCCL refuses to broadcast what is not contiguous
+        for buffer in model.buffers():
+            buffer.data = buffer.data.mT.contiguous().mT if buffer.ndim else buffer.data
     broadcast_model(model)
     values = dict(model.named_parameters()) | dict(model.named_buffers())
     return {
@@ -286,7 +289,7 @@ NUM_DRAWN = 6
 
 
 def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
-    """The random numbers that this rank draws after a restart."""
+    """The random numbers that this rank draws after the save, and after a restart."""
     save_checkpoint, load_checkpoint = subject
     folder = _shared_folder(context)
     model = oracle.mlp(inputs).to(context.device)
@@ -296,9 +299,10 @@ def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
         torch.rand(inputs["before"])
         save_checkpoint(folder, model, optimizer, 1)
         dist.barrier()  # a save that does not wait costs only `debug_resume_optimizer`
+        went_on = torch.rand(NUM_DRAWN).numpy()
         torch.manual_seed(0)  # a new process does not have the old generator state
         load_checkpoint(folder, model, optimizer)
-        return {"drawn": torch.rand(NUM_DRAWN).numpy()}
+        return {"drawn": torch.rand(NUM_DRAWN).numpy(), "went on": went_on}
 
 
 def judge_random(case: Case) -> Iterator[Finding]:
@@ -320,16 +324,16 @@ def judge_random(case: Case) -> Iterator[Finding]:
             hint = "That is how rank 0 goes on: every rank has a state of its own."
         if isinstance(got, np.ndarray) and np.array_equal(got, new):
             hint = "That is how a new process begins: the generator's state has to come back."
-        if wrong := differs(
-            rank,
-            "random numbers after the restart",
-            got,
-            expected[rank],
-            rtol=1e-6,
-            atol=1e-6,
-            hint=hint,
+        goes_on = "A run that saves goes on as one that does not: save_checkpoint draws no numbers."
+        for what, numbers, why in (
+            ("the restart", got, hint),
+            ("save_checkpoint, without a restart", answer.get("went on"), goes_on),
         ):
-            yield wrong
+            what = f"random numbers after {what}"
+            right = expected[rank]
+            if wrong := differs(rank, what, numbers, right, rtol=1e-6, atol=1e-6, hint=why):
+                yield wrong
+                break
 
 
 # --- seeds ---------------------------------------------------------------------------------------
@@ -344,10 +348,18 @@ def draw_seeds(draw: Draw) -> list[Values]:
     return [{"seeds": seeds} for _ in range(draw.world_size)]
 
 
-def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
-    """For each virtual rank, twice: the model's weights and the random numbers drawn after them.
+def _small() -> nn.Module:
+    return nn.Linear(*SHAPE)
 
-    The second time is as in another process.
+
+def _large() -> nn.Module:
+    return nn.Linear(2 * SHAPE[0], SHAPE[1])
+
+
+def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
+    """For each virtual rank: the model's weights and the random numbers drawn after them.
+
+    The second visit is as in another process, the third builds a larger model.
     """
     answer: Values = {}
     with torch.random.fork_rng(devices=[]):
@@ -355,21 +367,23 @@ def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
             zip(inputs["seeds"], VIRTUAL_WORLDS, strict=True)
         ):
             for rank in range(context.rank, world_size, context.world_size):
-                for visit in range(2):
+                for visit, make in enumerate((_small, _small, _large)):
                     with hashing_as(visit, build_model):
-                        model = build_model(lambda: nn.Linear(*SHAPE), seed, rank)
+                        model = build_model(make, seed, rank)
                     answer[f"w{number}/{rank}/{visit}"] = model.weight.detach().cpu().numpy().copy()
                     answer[f"r{number}/{rank}/{visit}"] = torch.rand(NUM_DRAWN).numpy()
                     torch.rand(rank + 1)  # earlier draws must not change the next model
     return answer
 
 
-def _collect(case: Case, kind: str, shape: tuple[int, ...]) -> list[list[np.ndarray]] | Finding:
-    """Per seed the arrays of all virtual ranks: first those of visit 0, then those of visit 1."""
+def _collect(
+    case: Case, kind: str, shape: tuple[int, ...], visits: int
+) -> list[list[np.ndarray]] | Finding:
+    """Per seed the arrays of all virtual ranks: those of visit 0, then those of the next ones."""
     found = []
     for number, world_size in enumerate(VIRTUAL_WORLDS):
         arrays = []
-        for visit in range(2):
+        for visit in range(visits):
             for rank in range(world_size):
                 real = rank % case.world_size
                 got = finite_floats(case.answers[real].get(f"{kind}{number}/{rank}/{visit}"), shape)
@@ -382,7 +396,7 @@ def _collect(case: Case, kind: str, shape: tuple[int, ...]) -> list[list[np.ndar
 
 def judge_seed_weights(case: Case) -> list[Finding]:
     """All ranks have the same weights, and a different seed gives different weights."""
-    found = _collect(case, "w", SHAPE[::-1])
+    found = _collect(case, "w", SHAPE[::-1], visits=2)
     if isinstance(found, Finding):
         return [found]
     for number, arrays in enumerate(found):
@@ -401,12 +415,12 @@ def judge_seed_weights(case: Case) -> list[Finding]:
 
 def judge_seed_dropout(case: Case) -> list[Finding]:
     """After the build, ranks draw different numbers; the same seed and rank repeat them."""
-    found = _collect(case, "r", (NUM_DRAWN,))
+    found = _collect(case, "r", (NUM_DRAWN,), visits=3)
     if isinstance(found, Finding):
         return [found]
     for number, arrays in enumerate(found):
         seed, world_size = case.inputs[0]["seeds"][number], VIRTUAL_WORLDS[number]
-        first, again = arrays[:world_size], arrays[world_size:]
+        first, again, larger = (arrays[k * world_size :][:world_size] for k in range(3))
         for a in range(world_size):
             for b in range(a):
                 # Two numbers, and not one, which may be chance.
@@ -430,6 +444,14 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
                         f"seed={seed}, rank={a}: a second call, as in another process, gave other "
                         "random numbers. They must depend on seed and rank alone, or no run can "
                         "be repeated."
+                    )
+                ]
+            if not np.allclose(first[a], larger[a]):
+                return [
+                    Finding(
+                        f"seed={seed}, rank={a}: after a larger model was built, other random "
+                        "numbers came. How many numbers a model takes for its weights must not "
+                        "matter: seed anew once it is built."
                     )
                 ]
     if np.allclose(found[0][0], found[1][0]):

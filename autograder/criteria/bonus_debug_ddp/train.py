@@ -156,6 +156,9 @@ def _observe(train: Any, inputs: Values, context: Context) -> Values:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt")
         model = Recorded(inputs, path=path).to(context.device)
+        if inputs.get("itself"):
+            for p in model.parameters():  # of whoever used the model before
+                p.grad = torch.ones_like(p)
         train(
             model,
             make_data,
