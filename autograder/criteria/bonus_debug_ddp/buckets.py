@@ -143,13 +143,13 @@ def _judge_buckets(
                 why = oracle.explain_gradient(got, expected, own, case.world_size)
                 if not any(e.collective == "all_reduce" for e in case.trace.events[rank]):
                     why = f"This rank has sent nothing. {unsent}".rstrip()
+                if not why and oracle.agrees(got, expected):
+                    why = f"It is right to float32's digits only: what is {dtype} travels in it."
                 if not why and is_floats(got, expected.shape) and _are_of(got, case):
                     why = (
                         "These numbers are means, at the wrong places: a gradient's part of the "
                         "bucket is as long as the gradient."
                     )
-                if not why and oracle.agrees(got, expected):
-                    why = f"It is right to float32's digits only: what is {dtype} travels in it."
                 yield because(wrong, why or hint)
                 break
 
