@@ -70,9 +70,8 @@ def grade_class(
                 announcer.done(record)
             progress.update(bar, advance=1, description=f"graded {record.student}")
 
-        finished = class_run.journal.all_finished()
         for index, submission in enumerate(submissions):
-            if known := known_record(submission, class_run, class_run.before, finished):
+            if known := known_record(submission, class_run, class_run.before, class_run.finished):
                 done(index, known)
         announcer = Announcer(class_run.course.journal_path)
         announcer.begin(

@@ -34,7 +34,7 @@ _STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One thing that was checked.
 
     Attributes:
@@ -49,7 +49,7 @@ class Finding:
     mend: str = ""
 
 
-def examine(course: Course | None) -> list[Finding]:
+def examine(course: Course | None) -> list[Check]:
     """Checks everything that grading needs; starts a sandbox, and asks Slurm with `sinfo`."""
     found = [
         *_packages(),
@@ -63,17 +63,15 @@ def examine(course: Course | None) -> list[Finding]:
     ]
     if course is None:
         found.append(
-            Finding(
-                "course", "missing", "not in a course", "change to it, or set AUTOGRADER_COURSE"
-            )
+            Check("course", "missing", "not in a course", "change to it, or set AUTOGRADER_COURSE")
         )
     else:
         found += [_key(course), _privacy(course), *_labs(course), *_disk(course)]
     return [*found, _cluster()]
 
 
-def doctor_table(findings: list[Finding]) -> Table:
-    """One line per finding, for a terminal."""
+def doctor_table(findings: list[Check]) -> Table:
+    """One line per check, for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("what", "state", "found"):
         table.add_column(name)
@@ -85,99 +83,97 @@ def doctor_table(findings: list[Finding]) -> Table:
     return table
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Check]:
     for name in ("torch", "jupyterlab", "nbgrader", "papermill"):
         try:
-            yield Finding(name, "ok", metadata.version(name))
+            yield Check(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Finding(name, "missing", "not installed", "make install")
+            yield Check(name, "missing", "not installed", "make install")
 
 
-def _installation() -> Finding:
+def _installation() -> Check:
     if why := foreign_code():
         mend = f"use {sys.prefix}/bin/autograder, or `make install` here"
-        return Finding("installation", "missing", why, mend)
-    return Finding("installation", "ok", sys.prefix)
+        return Check("installation", "missing", why, mend)
+    return Check("installation", "ok", sys.prefix)
 
 
-def _kernels() -> Finding:
+def _kernels() -> Check:
     from jupyter_client.kernelspec import KernelSpecManager
 
     wanted = {f"torchrun-{get_lab(name).practice_world_size}" for name in lab_names()}
     there = KernelSpecManager().find_kernel_specs()
     if lacking := sorted(wanted - set(there)):
-        return Finding("kernels", "missing", f"no {', '.join(lacking)}", "make install")
-    return Finding("kernels", "ok", ", ".join(sorted(n for n in there if n.startswith("torchrun"))))
+        return Check("kernels", "missing", f"no {', '.join(lacking)}", "make install")
+    return Check("kernels", "ok", ", ".join(sorted(n for n in there if n.startswith("torchrun"))))
 
 
-def _sandbox() -> Finding:
+def _sandbox() -> Check:
     support = probe_support()
     if support.works:
-        return Finding("sandbox", "ok", support.reason)
+        return Check("sandbox", "ok", support.reason)
     mend = (
         "install bubblewrap, Podman, Docker or Apptainer; what you trust is graded with --trusted"
     )
-    return Finding("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
+    return Check("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
 
 
-def _limits() -> Finding:
+def _limits() -> Check:
     place = find_place()
     if place.root is not None:
-        return Finding("limits", "ok", f"by the kernel, in {place.reason}")
-    return Finding("limits", "ok", f"counted from outside, twice a second ({place.reason})")
+        return Check("limits", "ok", f"by the kernel, in {place.reason}")
+    return Check("limits", "ok", f"counted from outside, twice a second ({place.reason})")
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[Check]:
     import torch
 
     count = torch.cuda.device_count()
     if not count:
-        yield Finding("GPUs", "limited", "none: criteria that need one are BLOCKED, not counted")
+        yield Check("GPUs", "limited", "none: criteria that need one are BLOCKED, not counted")
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        yield Finding(
-            f"GPU {index}", "ok", f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
-        )
+        yield Check(f"GPU {index}", "ok", f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
 
 
-def _cores() -> Finding:
+def _cores() -> Check:
     from autograder.batch.grade_class import default_jobs
 
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     most = max(get_lab(name).grading_world_size for name in lab_names())
     jobs = default_jobs(most)
-    return Finding("cores", "ok", f"{count}: {jobs} submissions at once, of {most} ranks at most")
+    return Check("cores", "ok", f"{count}: {jobs} submissions at once, of {most} ranks at most")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Check:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Finding("/dev/shm", "limited", "not there: DataLoader's workers and NCCL need it")
+        return Check("/dev/shm", "limited", "not there: DataLoader's workers and NCCL need it")
     free = shutil.disk_usage(folder).free
     if free < MIN_SHM_BYTES:
         mend = "for a container: --shm-size=1g"
-        return Finding("/dev/shm", "limited", f"{free / (1 << 20):.0f} MiB free", mend)
-    return Finding("/dev/shm", "ok", f"{free / GIB:.1f} GiB free")
+        return Check("/dev/shm", "limited", f"{free / (1 << 20):.0f} MiB free", mend)
+    return Check("/dev/shm", "ok", f"{free / GIB:.1f} GiB free")
 
 
-def _key(course: Course) -> Finding:
+def _key(course: Course) -> Check:
     try:
         course.key()
     except CourseError as error:
-        return Finding("course key", "missing", str(error).split(":")[0], "autograder init")
-    return Finding("course key", "ok", str(course.key_path))
+        return Check("course key", "missing", str(error).split(":")[0], "autograder init")
+    return Check("course key", "ok", str(course.key_path))
 
 
-def _privacy(course: Course) -> Finding:
+def _privacy(course: Course) -> Check:
     if open_ := course.readable_by_others():
         names = ", ".join(open_)
         mend = "chmod -R go-rwx them; students get what `autograder release` writes"
-        return Finding("privacy", "limited", f"others on this machine can read {names}", mend)
-    return Finding("privacy", "ok", "answers and grades are for this user only")
+        return Check("privacy", "limited", f"others on this machine can read {names}", mend)
+    return Check("privacy", "ok", "answers and grades are for this user only")
 
 
-def _labs(course: Course) -> Iterator[Finding]:
+def _labs(course: Course) -> Iterator[Check]:
     lacking = []
     for name in lab_names():
         try:
@@ -185,23 +181,23 @@ def _labs(course: Course) -> Iterator[Finding]:
         except CourseError:
             lacking.append(name)
     if lacking:
-        yield Finding("labs", "limited", f"not released: {', '.join(lacking)}", "make build")
+        yield Check("labs", "limited", f"not released: {', '.join(lacking)}", "make build")
     else:
-        yield Finding("labs", "ok", ", ".join(lab_names()))
+        yield Check("labs", "ok", ", ".join(lab_names()))
 
 
-def _disk(course: Course) -> Iterator[Finding]:
+def _disk(course: Course) -> Iterator[Check]:
     place = course.build if course.build.is_dir() else course.root
     free = shutil.disk_usage(place).free
     enough = free >= MIN_FREE_BYTES
-    yield Finding(
+    yield Check(
         "disk",
         "ok" if enough else "limited",
         f"{free / GIB:.1f} GiB free at {place}",
         "" if enough else "a class leaves its notebooks and feedback there",
     )
     if not os.access(place, os.W_OK):
-        yield Finding(
+        yield Check(
             "disk",
             "missing",
             f"{place} cannot be written to",
@@ -210,7 +206,7 @@ def _disk(course: Course) -> Iterator[Finding]:
         )
     kind = _file_system(place)
     if kind in NETWORK_FILE_SYSTEMS:
-        yield Finding(
+        yield Check(
             "gradebook",
             "limited",
             f"{place} is on {kind}, which SQLite's locks do not trust",
@@ -235,10 +231,10 @@ def _file_system(place: Path) -> str:
     return kind
 
 
-def _cluster() -> Finding:
+def _cluster() -> Check:
     if shutil.which("sbatch") is None:
         text = "no sbatch: --executor slurm is not possible from this machine"
-        return Finding("Slurm", "limited", text)
+        return Check("Slurm", "limited", text)
     try:
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%R"],
@@ -254,6 +250,6 @@ def _cluster() -> Finding:
     if not ok:
         reason = (said.strip().splitlines() or ["sinfo failed"])[-1]
         mend = "ask who runs the cluster; SLURM_CONF names its configuration"
-        return Finding("Slurm", "limited", f"sbatch is here, but sinfo fails: {reason}", mend)
+        return Check("Slurm", "limited", f"sbatch is here, but sinfo fails: {reason}", mend)
     partitions = ", ".join(dict.fromkeys(said.split())) or "none"
-    return Finding("Slurm", "ok", f"grade --executor slurm; partitions: {partitions}")
+    return Check("Slurm", "ok", f"grade --executor slurm; partitions: {partitions}")

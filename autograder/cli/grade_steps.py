@@ -28,7 +28,8 @@ from autograder.records.record import Record
 from autograder.regrading.changes import Regrading
 from autograder.report import similar, suspicious
 from autograder.report.authored import read_class
-from autograder.report.pages import LabReport, write_pages
+from autograder.report.page import Part
+from autograder.report.pages import write_pages
 from autograder.report.terminal import rich_table
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
@@ -126,16 +127,15 @@ class GradeCommand:
         if not self.options.no_gradebook:
             with contextlib.suppress(CourseError):  # nbgrader has failed, which was told
                 by_person = points_by_person(self.course)
-        report = LabReport(
-            lab=self.lab.name,
-            records=shown,
-            similar=similar.rows(self.pairs),
-            suspicious=suspicious.rows(self.evidence),
-            left_out=left_out,
-            by_person=by_person,
+        rows = similar.rows(self.pairs), suspicious.rows(self.evidence)
+        self.files += write_pages(
+            self.course,
+            self.regrading.history,
+            self.lab.name,
+            Part(shown, *rows, left_out),
+            by_person,
             is_example=example,
         )
-        self.files += write_pages(self.course, self.regrading.history, report)
 
     def _look_for_copies(self, records: list[Record]) -> None:
         """Looks for near-identical submissions and evidence.

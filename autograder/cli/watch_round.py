@@ -211,11 +211,11 @@ class LabWatch:
 
     def _known(self, command: GradeCommand) -> set[str]:
         """Students whose submission the journal has: it is not run again, and not counted."""
-        finished = command.class_run.journal.all_finished()
+        run = command.class_run
         return {
             submission.student
             for submission in command.submissions
-            if known_record(submission, command.class_run, finished=finished) is not None
+            if known_record(submission, run, finished=run.finished) is not None
         }
 
     def _count(self, records: Sequence[Record], known: Collection[str]) -> None:

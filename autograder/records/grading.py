@@ -19,16 +19,19 @@ class Grading:
     """One finished grading.
 
     Attributes:
-        key: key of its record in the journal.
+        key: key of the record of what was graded.
         record: its verdicts.
         seed_id: the id from which its draws were made; empty if nothing was run.
         grader_version: version of the grader that judged it; empty if nothing was run.
+        filed_as: key of this record in the journal: another one for a file that stands in for
+            what was graded.
     """
 
     key: str
     record: Record
     seed_id: str = ""
     grader_version: str = ""
+    filed_as: str = ""
 
     @property
     def student(self) -> str:
@@ -57,11 +60,11 @@ def read_history(course: Course) -> list[Grading]:
             seeds = ran.get(key, {"": ""})
             own = [seed for seed in seeds if seed.startswith(f"{record.student}:")]
             seed = own[-1] if own else list(seeds)[-1]
-            grading = Grading(key, record, seed, seeds[seed])
+            grading = Grading(key, record, seed, seeds[seed], key)
             if not grading.seed_id:  # `fill` files a record again, under the key of a stand-in file
                 same = (g for g in reversed(found) if g.record == grading.record and g.seed_id)
                 if twin := next(same, None):
-                    grading = replace(twin)
+                    grading = replace(twin, filed_as=key)
             found.append(grading)
     for problem in journal.problems:
         if ": record" in problem:

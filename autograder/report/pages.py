@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,64 +23,44 @@ from autograder.report.page import Part, write_page
 from autograder.report.terminal import write_csv
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabReport:
-    """What the pages say about the lab that was graded now.
-
-    Attributes:
-        records: the records of this grading.
-        similar, suspicious: rows of `similar.rows` and `suspicious.rows`.
-        left_out: student or folder without a grade -> why.
-        by_person: lab -> student -> points of a person, of every lab.
-    """
-
-    lab: str
-    records: Sequence[Record]
-    similar: Sequence[Sequence[str]] = ()
-    suspicious: Sequence[Sequence[str]] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    by_person: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    is_example: bool = False
-
-
-def write_pages(course: Course, history: Sequence[Grading], report: LabReport) -> list[Path]:
+def write_pages(
+    course: Course,
+    history: Sequence[Grading],
+    lab: str,
+    part: Part,
+    by_person: Mapping[str, Mapping[str, str]],
+    *,
+    is_example: bool = False,
+) -> list[Path]:
     """Writes the pages and tables; returns the paths of those of the lab and over all labs.
 
     Args:
         history: every finished grading, this one included.
+        lab: the lab that was graded now.
+        part: its records, and what there is to look at; the feedback is added here.
+        by_person: lab -> student -> points of a person, of every lab.
     """
     pages = course.build / "reports"
-    name = f"{report.lab}.example" if report.is_example else report.lab
+    name = f"{lab}.example" if is_example else lab
     page, table = pages / f"{name}.html", pages / f"{name}.csv"
-    part = Part(
-        report.records,
-        report.similar,
-        report.suspicious,
-        report.left_out,
-        feedback=_feedback_of(course, report.records, pages),
-        by_person=report.by_person.get(report.lab, {}),
-    )
+    feedback = _feedback_of(course, part.records, pages)
+    part = replace(part, feedback=feedback, by_person=by_person.get(lab, {}))
     write_page([part], page)
-    write_csv(report.records, table)
+    write_csv(part.records, table)
     others = {
-        lab: records
-        for lab in lab_names()
-        if lab != report.lab and (records := class_of(course, history, lab))
+        other: records
+        for other in lab_names()
+        if other != lab and (records := class_of(course, history, other))
     }
-    own = class_of(course, history, report.lab)
-    if report.is_example and (own or others):
+    if is_example and (others or class_of(course, history, lab)):
         return [page, table]
     parts = [
-        Part(
-            _sorted(records),
-            link=f"reports/{lab}.html",
-            by_person=report.by_person.get(lab, {}),
-        )
-        for lab, records in others.items()
+        Part(_sorted(records), link=f"reports/{other}.html", by_person=by_person.get(other, {}))
+        for other, records in others.items()
     ]
-    part = replace(part, feedback=_feedback_of(course, report.records, course.build))
+    part = replace(part, feedback=_feedback_of(course, part.records, course.build))
     write_page([part, *parts], course.build / "report.html")
-    everything = [*report.records, *(record for each in parts for record in each.records)]
+    everything = [*part.records, *(record for each in parts for record in each.records)]
     write_csv(everything, course.build / "grades.csv")
     return [page, table, course.build / "report.html", course.build / "grades.csv"]
 

@@ -25,9 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 
-import nbformat
 from nbformat import NotebookNode
 
 from autograder.report.authored import code_of, is_given, name_of, parse, read_class
@@ -122,7 +120,7 @@ def find_similar(
 
 def similar_in_class(class_run: ClassRun, notebooks: Mapping[str, NotebookNode]) -> list[Pair]:
     """`find_similar` for the notebooks of a class, from `read_class`."""
-    ours = course_answers(class_run.course.root, class_run.lab_name) | earlier_terms(class_run)
+    ours = course_answers(class_run) | earlier_terms(class_run)
     return find_similar(notebooks, class_run.master, ours)
 
 
@@ -150,17 +148,19 @@ def rows(pairs: Sequence[Pair]) -> list[tuple[str, str, str, str]]:
     return shown
 
 
-def course_answers(root: Path, lab: str) -> dict[str, NotebookNode]:
+def course_answers(class_run: ClassRun) -> dict[str, NotebookNode]:
     """The lab's solution and the right submissions of the bundled class, if they exist here."""
     from autograder.authoring.percent import BuildError
     from autograder.proof.zoo import load_zoo
 
     found = {}
-    solution = root / "solutions" / lab / f"{lab}.ipynb"
-    if solution.is_file():
-        found["the solution"] = nbformat.read(solution, as_version=4)
+    if class_run.solution is not None:
+        found["the solution"] = class_run.solution
     with contextlib.suppress(BuildError):
-        found |= {f"tests/zoo: {entry.name}": entry.notebook for entry in load_zoo(lab, "right_*")}
+        found |= {
+            f"tests/zoo: {entry.name}": entry.notebook
+            for entry in load_zoo(class_run.lab_name, "right_*")
+        }
     return found
 
 

@@ -13,7 +13,6 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import nbformat
 from nbformat import NotebookNode
 
 from autograder.criteria.criterion import Status
@@ -120,11 +119,9 @@ def suspicious_in_class(
     Args:
         notebooks: student -> notebook, from `read_class`.
     """
-    lab = class_run.lab_name
-    path = class_run.course.root / "solutions" / lab / f"{lab}.ipynb"
-    if not path.is_file():
+    if class_run.solution is None:
         return []
-    usual = usual_in(nbformat.read(path, as_version=4))
+    usual = usual_in(class_run.solution)
     found = []
     for record in records:
         if (notebook := notebooks.get(record.student)) is not None:

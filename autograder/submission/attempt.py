@@ -22,7 +22,6 @@ from autograder.box.sandbox import Box, build_box, build_open
 from autograder.criteria import parts_of
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
 from autograder.files import write_whole
-from autograder.records.journal import Journal
 from autograder.records.record import Record
 from autograder.records.version import grader_version
 from autograder.referee.referee import Referee, draw_for
@@ -57,7 +56,7 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
     if intake.notebook is None:
         verdicts = all_with(lab, Status.INVALID, intake.invalid or "not a notebook")
         record = make_record(submission, class_run, verdicts, began, sandboxed=False)
-        return _filed(submission, class_run, journal, key, record)
+        return _filed(submission, class_run, key, record)
     reason, seed_id = "", f"{submission.student}:{intake.sha256}"
     entry = {"key": key, "seed_id": seed_id, "grader_version": grader_version(lab.name)}
 
@@ -79,7 +78,7 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
             reason = traceback.format_exc(limit=-3)
         else:
             record = make_record(submission, class_run, verdicts, began, class_run.sandboxed)
-            return _filed(submission, class_run, journal, key, record)
+            return _filed(submission, class_run, key, record)
         with contextlib.suppress(OSError):  # on a full disk only the record tells of the failure
             journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
         if number < INFRA_TRIES:
@@ -89,16 +88,14 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
     )
 
 
-def _filed(
-    submission: Submission, class_run: ClassRun, journal: Journal, key: str, record: Record
-) -> Record:
+def _filed(submission: Submission, class_run: ClassRun, key: str, record: Record) -> Record:
     """Writes the record to the journal and returns it.
 
     If the journal cannot be written (a full disk), returns an INFRA record instead, so that the
     submission is graded again.
     """
     try:
-        journal.append_record(key, record)
+        class_run.journal.append_record(key, record)
     except OSError as error:
         return not_graded(submission, class_run, f"The record could not be kept: {error}")
     return record

@@ -9,12 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from nbformat import NotebookNode
 
 from autograder.course.course import Course
 from autograder.criteria.criterion import Lab
 from autograder.records.grading import Grading, latest, read_history
 from autograder.records.journal import Journal
+from autograder.records.record import Record
 from autograder.records.version import grader_version, submission_key
 from autograder.submission.intake import Intake, read_submission
 
@@ -47,7 +49,13 @@ class ClassRun:
         """The notebook that students were given; callers must not change it."""
         return self.course.master(self.lab_name)
 
-    @property
+    @cached_property
+    def solution(self) -> NotebookNode | None:
+        """The lab's solution, if this course has it; callers must not change it."""
+        path = self.course.root / "solutions" / self.lab_name / f"{self.lab_name}.ipynb"
+        return nbformat.read(path, as_version=4) if path.is_file() else None
+
+    @cached_property
     def journal(self) -> Journal:
         """The record of every verdict."""
         return Journal(self.course.journal_path)
@@ -61,6 +69,11 @@ class ClassRun:
     def before(self) -> Mapping[str, Grading]:
         """Student -> the last grading in `history` with this lab and world size."""
         return latest(self.history, self.lab_name, self.world_size)
+
+    @cached_property
+    def finished(self) -> Mapping[str, Record]:
+        """Key -> the last record in `history` that the journal has under this key."""
+        return {grading.filed_as: grading.record for grading in self.history}
 
     @cached_property
     def version(self) -> str:
@@ -89,7 +102,7 @@ class ClassRun:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that a worker needs, without what may be long."""
-        long = ("history", "before", "_read")
+        long = ("history", "before", "finished", "solution", "_read")
         return {k: v for k, v in self.__dict__.items() if k not in long}
 
 

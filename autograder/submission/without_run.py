@@ -31,8 +31,8 @@ def known_record(
         last: student -> last grading, from `grading.latest`. If the student's last grading is a
             different one, the found record is journalled as this student's. This happens if
             somebody else handed in the same bytes, or the student handed in an earlier version.
-        finished: `Journal.all_finished`, for callers that ask for many records: reading the
-            journal is slow.
+        finished: key -> record, for callers that ask for many records: reading the journal is
+            slow.
     """
     if class_run.again:
         return None

@@ -28,8 +28,8 @@ def test_a_clone_that_runs_with_another_installations_packages_is_told(
     monkeypatch.setattr(sys, "path", [str(ROOT), *rest])
     assert main(["grade", "--example", "--lab", LAB]) == 2
     assert "bin/autograder, which grades in any course's folder" in capsys.readouterr().err
-    [finding] = [each for each in examine(None) if each.what == "installation"]
-    assert finding.state == "missing"
+    [check] = [each for each in examine(None) if each.what == "installation"]
+    assert check.state == "missing"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -39,7 +39,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys, number):
     stub_grading(monkeypatch)
     hand_in(course, "ada")
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(number, "No space left on device")
 
     monkeypatch.setattr("autograder.cli.grade_steps.write_pages", full)
@@ -53,7 +53,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys, number):
 def test_doctor_says_who_can_read_answers(tmp_path):
     course = make_course(tmp_path / "course")
     (course.root / "solutions").chmod(0o755)
-    [finding] = [each for each in examine(course) if each.what == "privacy"]
-    assert "others on this machine can read solutions" in finding.text
+    [check] = [each for each in examine(course) if each.what == "privacy"]
+    assert "others on this machine can read solutions" in check.text
     course.make_private()
     assert course.readable_by_others() == []

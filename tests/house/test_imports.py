@@ -11,7 +11,7 @@ import pytest
 from source import imports_of
 
 from autograder.box import sandbox
-from autograder.criteria import lab_names
+from autograder.criteria import get_lab, lab_names
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib" / "minidist"
@@ -252,20 +252,30 @@ def test_only_plots_and_widgets_import_matplotlib_and_ipywidgets():
         "minidist.kernel",
         "minidist.kernel.front",
         *(f"autograder.criteria.{lab}.table" for lab in lab_names()),
-        *(
-            f"autograder.cli.{part}"
-            for part in ("besides_grading", "collect", "grade_steps", "watch_round")
-        ),
+        *(f"autograder.cli.{path.stem}" for path in sorted((GRADER / "cli").glob("[!_]*.py"))),
         "autograder.proof.verify",
     ],
 )
 def test_no_torch_where_it_would_only_cost_time(module):
-    code = (
-        f"import sys, {module}; print(sorted({{'torch', 'ipykernel', 'matplotlib'}} & "
-        "set(sys.modules)))"
-    )
+    loaded = modules_after(f"import {module}") & {"torch", "ipykernel", "matplotlib"}
+    assert not loaded, f"import {module} imports {loaded}"
+
+
+def test_a_criterion_is_found_in_its_own_table_only():
+    last = get_lab(lab_names()[-1])
+    find = f"from autograder.criteria import find_criterion as f; f({last.criteria[0].name!r})"
+    tables = {name for name in modules_after(find) if name.endswith(".table")}
+    assert tables == {f"autograder.criteria.{last.name}.table"}
+    for lab in map(get_lab, lab_names()):  # else, tables would be imported to look for it
+        table = (GRADER / "criteria" / lab.name / "table.py").read_text("utf-8")
+        assert not [each.name for each in lab.criteria if f'"{each.name}"' not in table]
+
+
+def modules_after(code: str) -> set[str]:
+    """Names of the modules that a fresh process has after it ran this."""
+    code = f"{code}\nimport sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]", f"import {module} imports {done.stdout.strip()}"
+    return set(done.stdout.split())
 
 
 def test_the_rules_can_fail(tmp_path, monkeypatch):

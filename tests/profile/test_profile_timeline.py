@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.emulate import Cluster, Event, Link, Trace, simulate
-from minidist.parallel.pipeline.schedule import gpipe, one_f_one_b
-from minidist.parallel.pipeline.simulate import simulate as simulate_pipeline
 from minidist.profile import (
     Span,
     Timeline,
@@ -23,7 +21,6 @@ from minidist.profile import (
     find_bottleneck,
     from_chrome_trace,
     from_emulated,
-    from_pipeline,
     from_profiler,
     merge_timelines,
     read_trace,
@@ -152,17 +149,6 @@ def test_an_emulated_straggler_shows_as_idle_time_of_the_others():
     fast, slow = step_shares(timeline)
     assert (fast.idle_s, slow.idle_s) == (3.0, 0.0)  # 4 s, of which it computes for one
     assert compute_rows(timeline) == {0: [3.0], 1: [7.0]}
-
-
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 4), (4, 8)])
-def test_pipelines_have_the_bubble_of_the_formula(make, p, m):
-    result = simulate_pipeline(make(p, m))
-    timeline = from_pipeline(result)
-    whole = total(step_shares(timeline))
-    assert whole.bubble_fraction == pytest.approx((p - 1) / (m + p - 1), rel=1e-12)
-    assert whole.bubble_fraction == pytest.approx(result.bubble_fraction, rel=1e-12)
-    assert {s.name for s in timeline.of(0)} == {f"{k}{i}" for k in "FB" for i in range(m)}
 
 
 # ------------------------------------------------------------------------------------ Chrome traces

@@ -75,7 +75,7 @@ class JobBatch:
             options,
         )
         self.console, self._done, self.trusted = console, done, trusted
-        self.journal = Journal(class_run.course.journal_path)
+        self.journal = class_run.journal
         self.limits = class_run.lab.limits
         self.work: dict[int, _Work] = {}
         self.chunk = backend.array_size

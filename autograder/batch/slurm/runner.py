@@ -60,7 +60,7 @@ class JobRunner:
         """Grades `todo` and passes every record to `done`, INFRA included; returns no lost ones."""
         todo = dict(todo)
         if self._take_over(class_run.course):
-            finished = Journal(class_run.course.journal_path).all_finished()
+            finished = class_run.journal.all_finished()
             for index, submission in list(todo.items()):
                 if known := known_record(submission, class_run, finished=finished):
                     done(index, known)

@@ -20,23 +20,22 @@ from autograder.criteria.common.answers import is_floats
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 HEAD, BATCH = 4, 2  # width of a head, sequences in a batch
+DTYPE = torch.float64
 LAYERS = ("norm1", "qkv", "out", "norm2", "up", "down")
 
 
 class FullBlock(nn.Module):
     """A whole transformer block with the attributes that the lab's text names."""
 
-    def __init__(
-        self, width: int, num_heads: int, eps: float = 1e-5, dtype: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, width: int, num_heads: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.first_hidden = 1  # how many tokens later than itself is the first that one cannot see
-        self.norm1, self.norm2 = (nn.LayerNorm(width, eps, dtype=dtype) for _ in range(2))
-        self.qkv = nn.Linear(width, 3 * width, dtype=dtype)
-        self.out = nn.Linear(width, width, dtype=dtype)
-        self.up = nn.Linear(width, 4 * width, dtype=dtype)
-        self.down = nn.Linear(4 * width, width, dtype=dtype)
+        self.norm1, self.norm2 = (nn.LayerNorm(width, eps, dtype=DTYPE) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, dtype=DTYPE)
+        self.out = nn.Linear(width, width, dtype=DTYPE)
+        self.up = nn.Linear(width, 4 * width, dtype=DTYPE)
+        self.down = nn.Linear(4 * width, width, dtype=DTYPE)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Causal self-attention."""

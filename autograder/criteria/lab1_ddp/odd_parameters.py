@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.matched import matched_collectives
 from autograder.criteria.common.places import alone
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab1_ddp.matched import matched_collectives
 from autograder.criteria.lab1_ddp.scratch import (
     BATCH,
     SMALL_CAP_MB,

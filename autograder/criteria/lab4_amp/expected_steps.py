@@ -134,14 +134,14 @@ def factor_between(got: np.ndarray, expected: np.ndarray, rtol: float = RTOL) ->
     return factor if factor > 0 and near(got, factor * expected, rtol) else None
 
 
-def base_of(case: Case, run: str, rank: int, *, rtol: float = RTOL) -> Base | None:
+def base_of(case: Case, run: str, rank: int) -> Base | None:
     """How the steps of a plain run differ from right ones; None if in no way that is known."""
     steps = all_steps(case, run)[rank]
     if not steps or not all(valid(case, run, step) and step.taken for step in steps):
         return None
     for local in (False, True):
         factors = [
-            factor_between(step.update, expected_update(case, run, step, Base(local), rank), rtol)
+            factor_between(step.update, expected_update(case, run, step, Base(local), rank))
             for step in steps
         ]
         known = [factor for factor in factors if factor is not None]

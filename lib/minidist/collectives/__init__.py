@@ -1,13 +1,13 @@
 """Collectives, built on send and receive.
 
 An algorithm is data: a `Schedule`, a list of steps of (src, dst, chunk, "reduce" or "copy"). The
-functions of `algorithms` make the schedules. One executor runs every schedule, the lectures draw
+functions of `algorithms` make the schedules. One function runs every schedule, the lectures draw
 schedules, and `Schedule.time_s` estimates how long a schedule takes.
 
 | read in this order | |
 |---|---|
 | `schedule`, `algorithms` | the algorithms as data; no torch |
-| `executor`, `reduction` | the loop that sends, receives and adds |
+| `transport`, `reduction` | the loop that sends, receives and adds |
 | `ring`, `tree`, `halving_doubling`, `direct` | all-reduce, reduce-scatter, all-gather |
 | `rooted`, `alltoall`, `hierarchical` | broadcast, reduce, gather, scatter; all-to-all; nodes |
 | `async_work`, `issue` | `async_op=True` and what it guarantees; validation |

@@ -1,8 +1,8 @@
 """A collective as data: a list of steps, each with the transfers between ranks.
 
-An algorithm such as the ring is just a `Schedule`. `executor.run_steps` executes a schedule on real
-ranks, `simulate` computes its result without ranks, the lectures draw it, and the alpha-beta model
-estimates its time. All four use the same schedule, so they cannot disagree.
+An algorithm such as the ring is just a `Schedule`. `transport.run_steps` executes a schedule on
+real ranks, `simulate` computes its result without ranks, the lectures draw it, and the alpha-beta
+model estimates its time. All four use the same schedule, so they cannot disagree.
 
 - Every rank holds a buffer of the same size, cut into `num_chunks` chunks.
 - A `Transfer` sends consecutive chunks from one rank to another. The receiver adds them to its own

@@ -8,8 +8,8 @@ Example::
     DistributedDataParallel(model)           # its buckets travel on rings, in the background
 
 Three layers: `dist.all_reduce` calls `MinidistGroup.allreduce`. This calls `ring_all_reduce` with
-the group itself. The executor then calls the group's `send` and `recv`, which call an inner gloo
-group.
+the group itself. `transport.run_steps` then calls the group's `send` and `recv`, which call an
+inner gloo group.
 
 Known to work: DDP, FSDP2's `fully_shard`, sub-groups, object collectives, send and recv. Known not
 to work: communication hooks that call a collective in a callback of a future (PowerSGD), see the

@@ -85,14 +85,13 @@ class Fit:
         link: latency per message and bandwidth that explain the times best.
         latency_s_error, bandwidth_rel_error: standard error of the latency, relative standard error
             of the bandwidth.
-        mean_rel_error, max_rel_error: of the fitted times compared with the measured times.
+        mean_rel_error: of the fitted times compared with the measured times.
     """
 
     link: Wire
     latency_s_error: float
     bandwidth_rel_error: float
     mean_rel_error: float
-    max_rel_error: float
 
 
 def fit_link(
@@ -157,5 +156,4 @@ def fit_link(
         latency_s_error=math.sqrt(variance * (1 / total + mean_x**2 / spread)) / max(1, messages),
         bandwidth_rel_error=math.sqrt(variance / spread) / slope,
         mean_rel_error=sum(relative_errors) / len(relative_errors),
-        max_rel_error=max(relative_errors),
     )

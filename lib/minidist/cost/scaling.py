@@ -91,7 +91,6 @@ class Bottleneck:
             time.
         efficiency: the compute share.
         speedup: speedup of `num_gpus` GPUs over one GPU that only computes.
-        best_speedup: the speedup without the largest loss.
         advice: what to try first.
     """
 
@@ -99,7 +98,6 @@ class Bottleneck:
     shares: Mapping[str, float]
     efficiency: float
     speedup: float
-    best_speedup: float
     advice: str
 
 
@@ -133,8 +131,8 @@ def bottleneck(
         threshold: losses below this share of the step do not count as the limit.
 
     >>> b = bottleneck(compute_s=60, communication_s=40, num_gpus=8)
-    >>> b.limit, round(b.speedup, 2), round(b.best_speedup, 2)
-    ('communication', 4.8, 8.0)
+    >>> b.limit, round(b.speedup, 2)
+    ('communication', 4.8)
 
     Raises:
         ValueError: negative times, or parts that add up to more than the step.
@@ -163,7 +161,6 @@ def bottleneck(
         shares=shares,
         efficiency=shares["compute"],
         speedup=num_gpus * shares["compute"],
-        best_speedup=num_gpus * shares["compute"] / (1 - losses[worst]),
         advice=_ADVICE[limit],
     )
 

@@ -130,11 +130,11 @@ def fork(
         "cwd": os.fspath(cwd or os.getcwd()),
         "new_session": new_session,
     }
-    job = cloudpickle.dumps((fn, args))
+    call = cloudpickle.dumps((fn, args))
     child = server.ask() if server else _ask_inherited() or _OWN.ask()
     with contextlib.suppress(OSError):  # the child has died: its exit code shows that
         child.pipe.send(place)
-        child.pipe.send_bytes(job)
+        child.pipe.send_bytes(call)
     return child
 
 
@@ -372,7 +372,7 @@ def _be_child(fds: list[int], of_server: list[int]) -> None:
 def _work(pipe: connection.Connection) -> None:
     """Takes over the asking process's environment and folder, then calls the function."""
     try:
-        place, job = pipe.recv(), pipe.recv_bytes()
+        place, call = pipe.recv(), pipe.recv_bytes()
     except EOFError:  # the asking process has ended before it sent the work
         sys.exit(1)
     if place["new_session"]:
@@ -382,5 +382,5 @@ def _work(pipe: connection.Connection) -> None:
     os.chdir(place["cwd"])
     sys.path[:], sys.argv = place["path"], place["argv"]
     reseed_numpy()
-    fn, args = pickle.loads(job)
+    fn, args = pickle.loads(call)
     fn(pipe, *args)

@@ -31,12 +31,11 @@ from .timeline import (
     Window,
     chrome_trace,
     from_emulated,
-    from_pipeline,
     gather_timeline,
     merge_timelines,
     save_chrome_trace,
 )
-from .topology import gpu_topology, parse_topo
+from .topology import parse_topo
 from .trace import from_chrome_trace, from_profiler, read_trace
 
 __all__ = [
@@ -76,11 +75,9 @@ __all__ = [
     "fit_collective",
     "from_chrome_trace",
     "from_emulated",
-    "from_pipeline",
     "from_profiler",
     "gather_rows",
     "gather_timeline",
-    "gpu_topology",
     "measure_collectives",
     "measure_overhead",
     "measure_pairs",

@@ -59,7 +59,7 @@ class MemoryRow:
     Attributes:
         time_s: seconds since the tracker was entered.
         after: the operation, such as "aten.mm.default", or the name of a mark.
-        allocated_bytes, reserved_bytes: figures of the CUDA allocator; None without a GPU.
+        allocated_bytes: of the CUDA allocator; None without a GPU.
     """
 
     time_s: float
@@ -71,7 +71,6 @@ class MemoryRow:
     other: int
     is_mark: bool = False
     allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
 
     @property
     def total(self) -> int:
@@ -256,7 +255,6 @@ class MemoryTracker(TorchDispatchMode):
                 after=after,
                 is_mark=is_mark,
                 allocated_bytes=torch.cuda.memory_allocated() if on_gpu else None,
-                reserved_bytes=torch.cuda.memory_reserved() if on_gpu else None,
                 **self._live,
             )
             if row.total > self.peak.total:

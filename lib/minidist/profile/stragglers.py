@@ -96,10 +96,8 @@ class RankLateness:
     """One rank compared with the other ranks.
 
     Attributes:
-        typical_s: median of the rank's own times.
         late_s: median over steps of (own time - median of the other ranks' times in this step).
         late_fraction: median over steps of this difference divided by the other ranks' median.
-        noise_fraction: standard deviation of this fraction over the steps (from the MAD).
         is_straggler: the rank is late in general: late_fraction is above the noise and above
             min_fraction.
         late_steps: hiccups: steps in which the rank was much later than it usually is.
@@ -107,10 +105,8 @@ class RankLateness:
     """
 
     rank: int
-    typical_s: float
     late_s: float
     late_fraction: float
-    noise_fraction: float
     is_straggler: bool
     late_steps: tuple[int, ...]
     last_fraction: float
@@ -208,10 +204,8 @@ def find_stragglers(
         results.append(
             RankLateness(
                 rank=rank,
-                typical_s=statistics.median(rows[rank]),
                 late_s=statistics.median(differences),
                 late_fraction=late_fraction,
-                noise_fraction=noise,
                 is_straggler=late_fraction > max(min_fraction, sure),
                 late_steps=tuple(
                     step

@@ -4,7 +4,6 @@ A `Timeline` is a list of `Span`s. Its sources are
 
 - torch.profiler, or an exported trace file of torch.profiler: `minidist.profile.trace`;
 - the emulated cluster: `from_emulated(timeline)`;
-- a pipeline, simulated or executed: `from_pipeline(timeline)`;
 - your own measurements: `Timeline(spans)`.
 
 `minidist.profile.overlap` computes the shares of a step from a timeline.
@@ -25,10 +24,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -207,38 +206,6 @@ def from_emulated(timeline: EmulatedTimeline) -> Timeline:
             for index, (start, end) in enumerate(bounds)
         ]
     return Timeline(tuple(spans), tuple(steps))
-
-
-class PipelineTimeline(Protocol):
-    """`minidist.parallel.pipeline`'s Timeline: spans of (action, start_s, end_s) per rank."""
-
-    @property
-    def spans(self) -> Sequence[Sequence[Any]]: ...
-
-
-def from_pipeline(timeline: PipelineTimeline) -> Timeline:
-    """A pipeline's step, simulated or recorded by the executor: F0, B0, … count as compute.
-
-    Each rank gets one window over the whole step, so that the time without compute is the bubble.
-    """
-    spans = [
-        Span(
-            rank=rank,
-            lane="stage",
-            kind="compute",
-            name=str(each.action),
-            start_s=each.start_s,
-            end_s=each.end_s,
-        )
-        for rank, row in enumerate(timeline.spans)
-        for each in row
-    ]
-    plain = Timeline(tuple(spans))
-    steps = [
-        Window(rank=rank, name="step 0", start_s=plain.start_s, end_s=plain.end_s)
-        for rank in range(len(timeline.spans))
-    ]
-    return Timeline(plain.spans, tuple(steps))
 
 
 # ------------------------------------------------------------------------------------------- export

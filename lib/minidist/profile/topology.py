@@ -15,8 +15,6 @@ the bandwidth.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -111,17 +109,3 @@ def parse_topo(text: str) -> GPUTopology:
                 numa[name] = cell
     nics = dict(re.findall(r"^\s+(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
     return GPUTopology(devices=devices, links=links, affinity=affinity, numa=numa, nics=nics)
-
-
-def gpu_topology(timeout_s: float = 20.0) -> GPUTopology | None:
-    """The topology of this machine's GPUs, or None without nvidia-smi or without a GPU."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, "topo", "-m"], capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-        return parse_topo(done.stdout)
-    except (subprocess.SubprocessError, ValueError):
-        return None

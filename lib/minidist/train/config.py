@@ -54,7 +54,6 @@ def _option(default: Any, section: str, help: str, choices: Sequence[Any] | None
 class TrainConfig:
     """The settings of a run of `minidist.train`. `check` raises if they do not fit together."""
 
-    # fmt: off
     dp: int | None = _option(None, "ranks", "data parallel; by default all ranks that are left")
     pp: int = _option(1, "ranks", "pipeline stages")
     cp: int = _option(1, "ranks", "context parallel: ranks per sequence")
@@ -102,7 +101,6 @@ class TrainConfig:
     resume: bool = _option(True, "output", "go on from the newest whole checkpoint in the folder")
     log_every: int = _option(10, "output", "steps between lines where stdout is no terminal")
     quiet: bool = _option(False, "output", "print nothing")
-    # fmt: on
 
     @property
     def model(self) -> GPTConfig:

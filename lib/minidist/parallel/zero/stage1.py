@@ -209,8 +209,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._needs_master(first):
             owned = [piece.detach().to(self.master_dtype) for piece in pieces]
         wire_dtype = self.reduce_dtype or first.dtype
-        wire = GradientBucket(layout, self.group, first.device, wire_dtype, first.dtype)
-        return ShardedBucket(params, layout, pieces, owned, wire)
+        outgoing = GradientBucket(layout, self.group, first.device, wire_dtype, first.dtype)
+        return ShardedBucket(params, layout, pieces, owned, outgoing)
 
     def _piece_of(self, param: Tensor, piece: Piece) -> Tensor:
         return param
@@ -259,13 +259,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         for bucket in self.buckets:
             for param in bucket.params:
-                wire = bucket.gradients
-                if (param.dtype, param.device) != (wire.dtype, wire.device):
+                outgoing = bucket.gradients
+                if (param.dtype, param.device) != (outgoing.dtype, outgoing.device):
                     raise ValueError(
                         f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} was "
-                        f"converted or moved since the optimizer was made: expected {wire.dtype} "
-                        f"on {wire.device}, got {param.dtype} on {param.device} on {named_rank()}; "
-                        "make the optimizer after .to()"
+                        "converted or moved since the optimizer was made: expected "
+                        f"{outgoing.dtype} on {outgoing.device}, got {param.dtype} on "
+                        f"{param.device} on {named_rank()}; make the optimizer after .to()"
                     )
 
     def _follow_parameters(self) -> None:

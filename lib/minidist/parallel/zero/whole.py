@@ -98,8 +98,8 @@ class WholeOptimizer(ShardedOptimizer):
             for p in mine
         ]
         pieces = [params[p.index] for p in mine]
-        wire = GradientBucket(layout, self.group, line.device, line.dtype, line.dtype)
-        bucket = ShardedBucket(params, layout, pieces, owned, wire)
+        outgoing = GradientBucket(layout, self.group, line.device, line.dtype, line.dtype)
+        bucket = ShardedBucket(params, layout, pieces, owned, outgoing)
         route = self._route(params, layout, line)
         route.to_owners(line, params)  # an optimiser may read the parameters when it gets them
         self._routes.append(route)
