@@ -470,9 +470,10 @@ check("elastic_resize", ElasticSampler)
 # - The checkpoint of step 12 is `FOLDER/step-00000012.pt`, eight digits. Rank 0 writes it, and
 #   nobody else writes anything. Make the folder if it is not there.
 # - A file of that name is always whole, whenever the process is killed in a save: in the middle
-#   of a write, or before any call that opens, renames or deletes a file. If there was a file of
-#   that name before, then at any time there is the old one or the new one. What is not whole has
-#   a name of another form: no `step-….pt`. What an earlier death has left does no harm.
+#   of a write, before any call that opens, renames or deletes a file, or after any that has changed
+#   one. If there was a file of that name before, then at any time there is the old one or the new
+#   one. What is not whole has a name of another form: no `step-….pt`. What an earlier death has
+#   left does no harm.
 # - Write nothing outside of `folder`: from another disk, a file that is moved gets copied.
 # - Then, when the new file has its name, the `keep` highest steps are left and older ones deleted.
 #   Other files stay.

@@ -439,8 +439,9 @@ check("node_nccl", network_env)
 # - The checkpoint is one file, `FOLDER/step-00000012.ckpt` for step 12: eight digits. Make the
 #   folder if it is not there. Return the path.
 # - A file of that name is always complete, whenever the process is killed in a save: in the middle
-#   of a write, or before any call that opens, renames or deletes a file. That also holds if a
-#   checkpoint of the same step is there already: at any time there is the old one or the new one.
+#   of a write, before any call that opens, renames or deletes a file, or after any that has changed
+#   one. That also holds if a checkpoint of the same step is there already: at any time there is the
+#   old one or the new one.
 # - What is not complete has a name of another form: no `step-….ckpt`.
 # - Write nothing outside of `folder`: from another disk, a file that is moved gets copied.
 # - The data are on the disk (`os.fsync`) before the file gets its name.

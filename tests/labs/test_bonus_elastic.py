@@ -82,6 +82,8 @@ def test_a_rank_is_killed_between_two_checkpoints_of_its_run():
         for number, (step, rank) in enumerate(given["kills"]):
             assert (number + 1) * every < step < (number + 2) * every
             assert rank < given["ranks"][number]
+        # Rank 0, which would write --out, is left once.
+        assert any(rank for _, rank in given["kills"])
         # Shares are equal, so that unequal ones are the business of elastic_script alone.
         assert all(len(batch) % 6 == 0 for batch in given["batches"])
 
@@ -99,7 +101,8 @@ def test_the_oracle_is_the_curve_that_passes():
     inputs = interrupted.draw_rejoin(draw)
     parameters, losses = training_job.expected_training(inputs[0])
     every = inputs[0]["job"]["every"]
-    answer = {"losses": losses, "began": [0, every, 2 * every]}
+    killed = [n * [1] for n in inputs[0]["ranks"][:2]]
+    answer = {"losses": losses, "began": [0, every, 2 * every], "ends": killed, "early": [[], []]}
     answer |= {f"p{i}": p for i, p in enumerate(parameters)}
     for run in ("whole", "done", "resumed"):
         answer |= {f"{run}/{k}": v for k, v in answer.items() if k == "losses" or k[0] == "p"}
@@ -110,6 +113,12 @@ def test_the_oracle_is_the_curve_that_passes():
     assert interrupted.judge_rejoin(Case(3, inputs, [off, {}, {}]))
     anew = answer | {"began": [0, 0, 0]}
     assert interrupted.judge_rejoin(Case(3, inputs, [anew, {}, {}]))
+    swallowed = answer | {"ends": [n * [0] for n in inputs[0]["ranks"][:2]]}
+    (finding,) = interrupted.judge_rejoin(Case(3, inputs, [swallowed, {}, {}]))
+    assert "ended with exit code 0" in finding.message
+    written = answer | {"early": [[], ["0"]]}
+    (finding,) = interrupted.judge_rejoin(Case(3, inputs, [written, {}, {}]))
+    assert "wrote --out" in finding.message
 
 
 def test_the_stand_in_has_what_the_script_imports():

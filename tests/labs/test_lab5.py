@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 
@@ -101,8 +103,17 @@ def test_nccl_names_are_read_as_nccl_reads_them(value, names):
     assert network._admitted(value, there) == names
 
 
+def _left(save, before, place):
+    """Per death of a save: when it came, and the files that it has left, by name."""
+    found = []
+    for death in deaths.deaths(save, before, place):
+        assert death.ended == "killed"
+        found.append((death.when, {p.name: p.read_bytes() for p in place.iterdir()}))
+    return found
+
+
 def test_a_save_dies_at_every_call_that_changes_a_file(tmp_path):
-    """Whatever can be left: before each call, and with a part of each large file."""
+    """Whatever can be left: around each call, and with a part of each large file."""
 
     before, place = tmp_path / "before", tmp_path / "now"
     before.mkdir()
@@ -112,20 +123,92 @@ def test_a_save_dies_at_every_call_that_changes_a_file(tmp_path):
         shutil.copyfile(place / "part", place / "final")
         (place / "part").unlink()
 
-    left = set()
-    for death in deaths.deaths(save, before, place):
-        assert death.ended == "killed"
-        sizes = {p.name: p.stat().st_size // deaths.WRITE_LIMIT_BYTES for p in place.iterdir()}
-        left.add((death.when.partition(",")[0], *sorted(sizes.items())))
+    left = {
+        (
+            when.partition(",")[0],
+            *sorted((name, len(data) // deaths.WRITE_LIMIT_BYTES) for name, data in files.items()),
+        )
+        for when, files in _left(save, before, place)
+    }
     written, half = "in the middle of a write", ("part", 1)
     assert left == {
         ("before it had opened part to write",),
+        ("right after it had opened part to write", ("part", 0)),
         ("before it had opened final to write", ("part", 2)),
+        ("right after it had opened final to write", ("final", 0), ("part", 2)),
         ("before it had deleted part", ("final", 2), ("part", 2)),
+        ("right after it had deleted part", ("final", 2)),
         (written, half),
         (written, ("final", 1), ("part", 2)),
     }
     save()  # this process has no such limit
+
+
+@pytest.mark.parametrize(
+    ("finish", "says"),
+    [
+        (lambda file: (file.seek(0), file.write(b"12"), file.flush()), "flush()"),
+        (lambda file: (file.seek(0), file.write(b"12"), file.close()), "close()"),
+        (lambda file: (file.seek(0), os.write(file.fileno(), b"12")), "write()"),
+        (lambda file: os.pwrite(file.fileno(), b"12", 0), "pwrite()"),
+        (lambda file: file.truncate(1), "truncate()"),
+        (lambda file: os.truncate(file.fileno(), 1), "it had cut off"),
+        (lambda file: np.memmap(file, dtype=np.uint8)[:].fill(1), "fill()"),
+        (lambda file: _in_a_thread(partial(os.pwrite, file.fileno(), b"12", 0)), "()"),
+        (lambda file: subprocess.run(["dd", "conv=notrunc"], input=b"1", stdout=file), "()"),
+    ],
+)
+def test_a_save_dies_between_a_rename_and_what_an_open_file_gets_then(tmp_path, finish, says):
+    before, place = tmp_path / "before", tmp_path / "now"
+    before.mkdir()
+    (before / "final").write_bytes(b"old")
+
+    def save():
+        with (place / "part").open("wb+") as file:
+            file.write(b"00")
+            file.flush()
+            os.replace(place / "part", place / "final")
+            finish(file)
+
+    left = _left(save, before, place)
+    renamed, done = (number for number, (_, files) in enumerate(left[1:], 1) if _new(left, number))
+    when, files = left[renamed]
+    assert when == "right after it had renamed part to final" or when.startswith("before it had ")
+    assert files == {"final": b"00"}
+    when, files = left[done]
+    assert when.startswith("right after ")
+    assert says in when
+    assert files["final"] not in (b"old", b"00")
+
+
+def _new(left, number):
+    """Whether a death has left other content of `final` than the death before."""
+    return left[number][1]["final"] != left[number - 1][1]["final"]
+
+
+def _in_a_thread(function):
+    (thread := threading.Thread(target=function)).start()
+    thread.join()
+
+
+def test_a_save_of_many_writes_dies_a_few_times(tmp_path):
+    before, place = tmp_path / "before", tmp_path / "now"
+    before.mkdir()
+
+    def save():
+        with (place / "part").open("wb", buffering=0) as file:
+            for _ in range(500):
+                file.write(b"0")
+        os.replace(place / "part", place / "final")
+
+    whens = [when for when, _ in _left(save, before, place)]
+    assert whens == [
+        "before it had opened part to write",
+        "right after it had opened part to write",
+        "right after write(), when part was changed",
+        "before it had renamed part to final",
+        "right after it had renamed part to final",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])

@@ -15,6 +15,7 @@ from autograder.criteria.bonus_elastic.training_job import (
     start_job,
 )
 from autograder.criteria.common.answers import is_floats, item_of, plain
+from autograder.criteria.common.survivors import TOO_EARLY, lives_on
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 SAME_SIZE = 2  # ranks of the two runs that must agree bit for bit
@@ -24,7 +25,10 @@ SAME_SIZE = 2  # ranks of the two runs that must agree bit for bit
 
 
 def draw_rejoin(draw: Draw) -> list[Values]:
-    """Three numbers of ranks, and [batch, rank] of the kill in each of the first two runs."""
+    """Three numbers of ranks, and [batch, rank] of the kill in each of the first two runs.
+
+    In one of these rank 0, which would write --out, is left.
+    """
     rng = draw.shared("sizes")
     every = int(rng.integers(3, 5))
     inputs = draw_job(draw, 3 * every + 1, 6 * int(rng.integers(1, 3)), every, rest=0)
@@ -33,8 +37,12 @@ def draw_rejoin(draw: Draw) -> list[Values]:
     inputs["batches"] = [[batch[0]] * len(batch) for batch in inputs["batches"]]
     inputs["clear"] = True
     ranks = [int(r) for r in 1 + rng.permutation(3)]
+    left = ranks.index(max(ranks[:2]))
     kills = [
-        [(number + 1) * every + int(rng.integers(1, every)), int(rng.integers(ranks[number]))]
+        [
+            (number + 1) * every + int(rng.integers(1, every)),
+            int(rng.integers(number == left, ranks[number])),
+        ]
         for number in range(2)
     ]
     inputs |= {"ranks": ranks, "kills": kills}
@@ -45,12 +53,15 @@ def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
     """Three runs with different numbers of ranks, two of them killed; then three of one size."""
     if context.rank != 0:
         return {}
-    answer: Values = {"began": []}
+    answer: Values = {"began": [], "ends": [], "early": []}
     with start_job(path, inputs) as job:
         failure = ""
         for number, nprocs in enumerate(inputs["ranks"]):
-            kill = inputs["kills"][number] if number < 2 else None
-            failure = job.run(nprocs, kill=kill)
+            if number < len(inputs["kills"]):
+                answer["ends"].append(job.run_and_lose(nprocs, inputs["kills"][number]))
+                answer["early"].append(job.writers)
+            else:
+                failure = job.run(nprocs)
             batches = [call[2] for call in job.calls("batch")]
             if not batches and number == 0:
                 raise job.failure("took no batch")
@@ -96,6 +107,8 @@ def judge_rejoin(case: Case) -> list[Finding]:
                 0,
             )
         ]
+    if problem := _survived(given, plain(answer)):
+        return [Finding(f"{story} {problem}", 0)]
     findings: list[Finding] = []
     judge_training(findings, given, answer, f"{story} {_why(given, answer.get('losses'))}")
     if findings:
@@ -118,6 +131,21 @@ def judge_rejoin(case: Case) -> list[Finding]:
                 )
             ]
     return []
+
+
+def _survived(given: Values, answer: Values) -> str:
+    """What is wrong with the ranks that were left when one was killed; "" if they have failed."""
+    for number, (batch, killed) in enumerate(given["kills"]):
+        codes, early = (item_of(answer.get(name), number) for name in ("ends", "early"))
+        if not isinstance(codes, list) or len(codes) != given["ranks"][number]:
+            return f"there is no answer for each rank of run {number + 1}."
+        what = f"Rank {killed} was killed at batch {batch}, and"
+        for rank, code in enumerate(codes):
+            if rank != killed and (problem := lives_on(f"rank {rank}", code)):
+                return f"{what} {problem}"
+        if early != []:
+            return f"{what} another one {TOO_EARLY}"
+    return ""
 
 
 def _why(given: Values, got: Any) -> str:

@@ -1,12 +1,13 @@
 """Criteria for task 3 of bonus_elastic, saving: one writer, whole files, as many as are to stay.
 
-Deaths are real: separate processes save, and are killed at every call that changes a file, and in
-the middle of a write.
+Deaths are real: separate processes save, and are killed around every call that changes a file, and
+in the middle of a write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import tempfile
@@ -18,10 +19,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from autograder.criteria.common.answers import item_of, plain
-from autograder.criteria.common.checkpoint_files import rising_steps, state_of
+from autograder.criteria.common.checkpoint_files import is_state, rising_steps, state_of
 from autograder.criteria.common.deaths import deaths, run_to_its_end
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.errors import LaunchError
@@ -29,6 +31,7 @@ from minidist.launch import run
 
 LARGE_NUMEL = 60_000  # 240 kB of float32
 SAVE_DEADLINE_S = 120.0
+OTHER_SECOND_S = 1.1  # after so long, a file that says when it was made says something else
 HOLD_S = 2.0  # the writer is delayed at most this long, to see which ranks do not wait for it
 
 
@@ -52,6 +55,8 @@ def own_folder() -> Iterator[Path]:
 
 # (is the step there already?, keep, is it saved again after a death, or a later one at once?)
 SAVES = ((False, 3, True), (True, 3, True), (False, 1, False))
+# The last one saves so little that it stays in a file's buffer until that is flushed.
+SMALL_NUMEL = 20
 
 
 def draw_atomic(draw: Draw) -> list[Values]:
@@ -111,39 +116,100 @@ def _save(save_together: Any, folder: str, step: int, state: Any, keep: int = 3)
 
 def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
     """Per save of SAVES and death in it: when it came, what it left, and what came after."""
-    before, full, place = (Path(folder, name) for name in ("before", "full", "now"))
+    before, place = (Path(folder, name) for name in ("before", "now"))
     one, two, three = inputs["steps"]
-    shutil.copytree(before, full)
-    for step in (one, two):  # undisturbed, to see how large a whole file is
-        state = _state(inputs, step, True)
-        if not run_to_its_end(partial(_save, save_together, str(full), step, state)):
-            raise RuntimeError(f"save_together of step {step} did not come to its end")
-    whole = {p.name: {p.stat().st_size} for p in full.iterdir()}
-    whole.setdefault(name_of(one), set()).add((before / name_of(one)).stat().st_size)
-    if (full / name_of(one)).read_bytes() == (before / name_of(one)).read_bytes():
-        raise RuntimeError(f"step {one} was saved once more, and the old file is still there")
-
+    small = inputs | {"weight": inputs["weight"][:SMALL_NUMEL]}
     left: list[list[Values]] = []
-    for again, keep, repeated in SAVES:
+    for number, (again, keep, repeated) in enumerate(SAVES):
         step = one if again else two
-        state, last = _state(inputs, step, True), _state(inputs, three, False)
+        given = small if number == len(SAVES) - 1 else inputs
+        state, last = _state(given, step, True), _state(given, three, True)
         later = [(step, state)] * repeated + [(three, last)]
+        known = _Known(save_together, {step: state, three: last}, before, Path(folder, "full"))
+        if again and known.files[one] == (before / name_of(one)).read_bytes():
+            raise RuntimeError(f"step {one} was saved once more, and the old file is still there")
 
         def save(step: int = step, state: Any = state, keep: int = keep) -> None:
             _save(save_together, str(place), step, state, keep)
 
         left.append([])
         for death in deaths(save, before, place):
-            sizes = {p.name: p.stat().st_size for p in place.glob("step-*.pt")}
-            parts = sorted(name for name, size in sizes.items() if size not in whole.get(name, ()))
-            seen: Values = {"when": death.when, "names": sorted(sizes), "parts": parts}
+            names = sorted(p.name for p in place.glob("step-*.pt"))
+            seen: Values = {"when": death.when, "names": names, "parts": known.parts_in(place)}
             seen["saved"] = [
                 run_to_its_end(partial(_save, save_together, str(place), then, that, keep))
                 for then, that in later
             ]
             seen["later"] = sorted(p.name for p in place.glob("step-*.pt"))
+            seen["later_parts"] = known.parts_in(place)
             left[-1].append(seen)
     return left
+
+
+class _Known:
+    """What is in whole files: those that undisturbed processes have saved.
+
+    What is in a file is up to the student, and nobody but `load_together` can read it. But most
+    files have the same bytes when the same state is saved again.
+
+    Attributes:
+        files: the content of each step's file.
+    """
+
+    def __init__(
+        self, save_together: Any, states: dict[int, Values], before: Path, place: Path
+    ) -> None:
+        self.save_together, self.states = save_together, states
+        self.before, self.place = before, place
+        self.repeats: dict[int, bool] = {}
+        self.files = {step: self._write(step) for step in states}
+
+    def _write(self, step: int) -> bytes:
+        shutil.rmtree(self.place, ignore_errors=True)
+        shutil.copytree(self.before, self.place)
+        file = self.place / name_of(step)
+        save = partial(_save, self.save_together, str(self.place), step, self.states[step])
+        if not run_to_its_end(save) or not file.is_file():
+            raise RuntimeError(f"save_together of step {step} did not come to its end")
+        return file.read_bytes()
+
+    def parts_in(self, folder: Path) -> list[str]:
+        """The files with a step's name that are not whole, in words."""
+        steps = {name_of(step): step for step in self.states}
+        parts = []
+        for file in sorted(folder.glob("step-*.pt")):
+            content, step, old = file.read_bytes(), steps.get(file.name), self.before / file.name
+            if old.is_file() and content == old.read_bytes():
+                continue
+            if step is None:
+                parts.append(f"{file.name}, of {len(content)} bytes,")
+            elif not self._is_whole(content, step):
+                whole = len(self.files[step])
+                parts.append(f"{file.name}, of {len(content)} bytes (a whole one has {whole}),")
+        return parts
+
+    def _is_whole(self, content: bytes, step: int) -> bool:
+        """Whether the state of the step was saved in such a file."""
+        if content == self.files[step]:
+            return True
+        if step not in self.repeats:
+            # A file may say when it was made, or by whom: then its bytes say nothing.
+            time.sleep(OTHER_SECOND_S)
+            self.repeats[step] = self._write(step) == self.files[step]
+        if self.repeats[step]:
+            return False
+        if _loads(self.files[step], self.states[step]):
+            return _loads(content, self.states[step])
+        return len(content) == len(self.files[step])
+
+
+def _loads(content: bytes, state: Values) -> bool:
+    """Whether torch.load makes the state of it."""
+    try:
+        got = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception:  # whatever is wrong with the file
+        return False
+    return is_state(got, state)
 
 
 def judge_atomic(case: Case) -> list[Finding]:
@@ -186,7 +252,8 @@ def _left_behind(left: Values, given: Values, step: int, then: list[int], right:
     if parts:
         return (
             f"{when}: {parts[0]} is there, and is not what was saved under that name. Write to a "
-            "name of another form in the same folder, and os.replace when all of it is there."
+            "name of another form in the same folder, and os.replace when all of it is there and "
+            "the file is closed."
         )
     old = name_of(given["steps"][0])
     if old not in names and (name_of(step) not in names or len(right) > 1):
@@ -206,6 +273,11 @@ def _left_behind(left: Values, given: Values, step: int, then: list[int], right:
         return (
             f"{when}: {new}, save_together raises an error or hangs. What a death leaves behind "
             "must not get in the way."
+        )
+    if spoilt := left.get("later_parts"):
+        return (
+            f"{when}: {new}, {item_of(spoilt, 0)} is there, and is not what was saved under that "
+            "name. What a death leaves behind must not get into the next file."
         )
     return ""
 

@@ -12,7 +12,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.launched import ON_CPU, find_script, run_script
+from autograder.criteria.common.launched import (
+    ON_CPU,
+    find_script,
+    run_script,
+    run_to_a_death,
+)
 from autograder.criteria.criterion import Draw, Finding, Values
 
 RUN_DEADLINE_S = 120.0  # a run takes one or two seconds; the rest is for a busy machine
@@ -70,19 +75,25 @@ class ElasticJob:
         arrays: Any = {k: v for k, v in inputs.items() if isinstance(v, np.ndarray)}
         np.savez(folder / "data.npz", **arrays)
 
-    def run(
-        self, nprocs: int, *, kill: Any = None, stop: int | None = None, told: Any = None
-    ) -> str:
+    def run(self, nprocs: int, *, stop: int | None = None, told: Any = None) -> str:
         """Runs on `nprocs` ranks, from the newest checkpoint; returns what went wrong, or ""."""
+        return self._run(run_script, nprocs, stop=stop, signal=told)
+
+    def run_and_lose(self, nprocs: int, kill: list[int]) -> list[int]:
+        """The same until a rank is killed: kill is [batch, rank]; returns all exit codes."""
+        return self._run(run_to_a_death, nprocs, kill=kill)
+
+    def _run(self, launch: Callable[..., Any], nprocs: int, **plan: Any) -> Any:
+        """Runs the script under a plan for the stand-in; returns what `launch` does."""
         self.number += 1
         plan = {
             "batches": self.inputs["batches"],
-            "kill": kill,
-            "stop": stop,
-            "signal": told,
+            "kill": None,
+            "stop": None,
+            "signal": None,
             "clear": self.inputs.get("clear", False),
             "calls": str(self.folder / f"calls-{self.number}.jsonl"),
-        }
+        } | plan
         (self.folder / "plan.json").write_text(json.dumps(plan))
         Path(plan["calls"]).touch()
         options = [f"--{k}={v}" for k, v in self.inputs["job"].items()]
@@ -93,7 +104,7 @@ class ElasticJob:
         ]
         folders = self.folder / f"ranks-{self.number}"
         folders.mkdir()
-        failure = run_script(
+        result = launch(
             self.script,
             options,
             self.log,
@@ -105,7 +116,7 @@ class ElasticJob:
         self.writers = sorted(path.parent.name for path in folders.glob("*/out.npz"))
         if "0" in self.writers:
             (folders / "0" / "out.npz").rename(self.out)
-        return failure
+        return result
 
     @property
     def log(self) -> Path:

@@ -1,30 +1,42 @@
-"""A process dies while it changes files: at every call that does so, and in the middle of a write.
+"""A process dies while it changes files: at every moment that leaves something else behind.
 
-Python tells an audit hook of every call that opens, renames or deletes a file, before the call. In
-a forked process that is about to die anyway, such a hook kills at the n-th of these calls. Or it
-lets files grow only up to a limit from the n-th call on, and the kernel kills in the middle of the
-next large write. n grows until the function comes to its end.
+What a killed process leaves is what is on the disk at that moment. So a save runs once undisturbed
+in a forked process, in which two hooks of Python's tell of the moments that count. An audit hook is
+called before every call that opens, renames or deletes a file. A profile hook is called whenever
+any call ends, and looks whether a file has changed since: by a write, a flush or a close of a file
+that has been open all the time, by C++, or by another program. Then the save runs anew for each
+moment, in a process that kills itself there.
+
+Between two such moments is a large write, in the middle of which the kernel kills: from the n-th
+audited call on, files grow only up to a limit. n grows until the function comes to its end.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-import select
 import shutil
 import signal
+import stat
 import sys
+import tempfile
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 DEADLINE_S = 15.0
 WRITE_LIMIT_BYTES = 100_000
-MAX_CALLS = 20  # an honest save makes six
+MAX_CALLS = 20  # with a large write after them; an honest save makes six
+MAX_MOMENTS = 30  # an honest save has ten
+# A file system's clock ticks: a second write within a tick leaves the time of change as it is.
+TICK_S = 0.05
 _CALLS = {
     "os.mkdir": "made a folder",
     "os.rename": "renamed",
@@ -44,11 +56,22 @@ class Death:
 
     Attributes:
         ended: "killed", "ended" (nothing was left to die at), "raised" (likewise) or "hung".
-        when: what the process was about to do, in words; empty if it was not killed.
+        when: what the process was about to do, or had just done, in words; empty if it was not
+            killed.
     """
 
     ended: str
     when: str = ""
+
+
+class Moment(NamedTuple):
+    """A moment at which a process can die: before a call, or when files have changed."""
+
+    before_call: bool
+    words: str  # what the call was going to do, or what was done, in the past tense
+
+    def when(self) -> str:
+        return f"before it had {self.words}" if self.before_call else f"right after {self.words}"
 
 
 def deaths(save: Callable[[], Any], before: Path, place: Path) -> Iterator[Death]:
@@ -60,58 +83,104 @@ def deaths(save: Callable[[], Any], before: Path, place: Path) -> Iterator[Death
     Yields:
         each death, right after it; a process that hung ends the iteration.
     """
-    for in_a_write in (False, True):
-        for number in range(0 if in_a_write else 1, MAX_CALLS + 1):
-            shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(before, place)
-            death = die_at(save, number, in_a_write=in_a_write)
-            if death.ended in ("ended", "raised"):
-                break  # there are fewer calls, or no large write after this one
-            yield death
-            if death.ended == "hung":
-                return
+    _copy(before, place)
+    first, moments = _run(save, watched=place)
+    if first.ended == "hung":
+        yield first
+        return
+    for number in _telling(moments):
+        _copy(before, place)
+        death, _ = _run(save, number, watched=place)
+        if death.ended in ("ended", "raised"):
+            continue  # a thread was faster this time
+        yield death
+        if death.ended == "hung":
+            return
+    number = 0
+    while number <= MAX_CALLS:
+        _copy(before, place)
+        death, calls = _run(save, number, in_a_write=True)
+        if death.ended in ("ended", "raised"):
+            break  # there are fewer calls, or no large write after this one
+        yield death
+        if death.ended == "hung":
+            return
+        number = max(number, len(calls)) + 1  # the same write is the first after all of these
 
 
 def run_to_its_end(save: Callable[[], Any]) -> bool:
     """Runs `save` in a forked process as above, which does not die; whether it came to its end."""
-    return die_at(save, -1, in_a_write=False).ended == "ended"
+    return _run(save)[0].ended == "ended"
 
 
-def die_at(save: Callable[[], Any], number: int, *, in_a_write: bool) -> Death:
-    """Runs `save` in a process that dies at call `number`, or in the first large write after it."""
-    readable, writable = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(readable)
-            silent = open(os.devnull, "w")  # noqa: SIM115  the process ends with it
-            sys.stdout = sys.stderr = silent
-            for name in (signal.SIGALRM, signal.SIGXFSZ):
-                signal.signal(name, signal.SIG_DFL)
-            signal.alarm(int(DEADLINE_S))
-            torch.set_num_threads(1)  # a fork has no threads that could help
-            sys.addaudithook(_Hook(number, in_a_write, writable))
-            save()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writable)
-    with open(readable, "rb", buffering=0) as told:
+def _copy(before: Path, place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(before, place)
+
+
+def _telling(moments: list[Moment]) -> list[int]:
+    """The numbers, from 1 on, of the moments at which a death shows something new.
+
+    Where a change is followed by a call, the death before the call leaves the same. Of many like
+    changes in a row, such as the writes of one loop, the first and the last are enough. A save that
+    has more moments than any honest one dies at the last ones: names are given at the end.
+    """
+    numbered = list(enumerate(moments, 1))
+    chosen: list[int] = []
+    for _, group in groupby(numbered, key=lambda it: it[1] if not it[1].before_call else it[0]):
+        numbers = [number for number, _ in group]
+        chosen += sorted({numbers[0], numbers[-1]})
+    said_by_a_call = {
+        number
+        for number, moment in numbered[:-1]
+        if not moment.before_call and moments[number].before_call
+    }
+    return [number for number in chosen if number not in said_by_a_call][-MAX_MOMENTS:]
+
+
+def _run(
+    save: Callable[[], Any],
+    number: int = -1,
+    *,
+    watched: Path | None = None,
+    in_a_write: bool = False,
+) -> tuple[Death, list[Moment]]:
+    """Runs `save` in a process that dies at a moment, or at none; also what it told until then.
+
+    Args:
+        number: the moment, from 1 on; with `in_a_write`, the call after which the first large
+            write is deadly, 0 for any.
+        watched: the folder whose changes are moments, too, and not only calls.
+    """
+    # A file, not a pipe: that would be full some time, and whatever `save` starts may keep it open.
+    with tempfile.TemporaryFile() as told:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                silent = open(os.devnull, "w")  # noqa: SIM115  the process ends with it
+                sys.stdout = sys.stderr = silent
+                for name in (signal.SIGALRM, signal.SIGXFSZ):
+                    signal.signal(name, signal.SIG_DFL)
+                signal.alarm(int(DEADLINE_S))
+                torch.set_num_threads(1)  # a fork has no threads that could help
+                _Hooks(number, told.fileno(), watched, in_a_write).set()
+                save()
+                os._exit(0)
+            finally:
+                os._exit(1)
         status = _wait(pid)
-        # Whatever `save` has started may keep the pipe open, so what is there is read.
-        there = select.select([told], [], [], 0)[0]
-        lines = (
-            os.read(told.fileno(), 1 << 16).decode(errors="replace").splitlines() if there else []
-        )
+        told.seek(0)
+        lines = told.read().decode(errors="replace").splitlines()
+    moments = [Moment(line[0] == "<", line[1:]) for line in lines if line]
     ended_by = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
     if status is None or ended_by == signal.SIGALRM:
-        return Death("hung")
+        return Death("hung"), moments
     if ended_by not in (signal.SIGKILL, signal.SIGXFSZ):
-        return Death("ended" if status == 0 else "raised")
-    last = lines[-1] if lines else "begun"
+        return Death("ended" if status == 0 else "raised"), moments
     if in_a_write:
-        return Death("killed", f"in the middle of a write, after it had {last}")
-    return Death("killed", f"before it had {last}")
+        last = moments[-1].words if moments else "begun"
+        return Death("killed", f"in the middle of a write, after it had {last}"), moments
+    return Death("killed", moments[-1].when() if moments else "when it had begun"), moments
 
 
 def _wait(pid: int) -> int | None:
@@ -128,28 +197,108 @@ def _wait(pid: int) -> int | None:
         time.sleep(0.002)
 
 
-class _Hook:
-    """The audit hook of a process that is to die: tells of each call, and dies at the n-th."""
+class _Hooks:
+    """The hooks of a process that is to die: they tell of each moment, and kill at the n-th."""
 
-    def __init__(self, number: int, in_a_write: bool, told: int) -> None:
-        self.left, self.in_a_write, self.told = number, in_a_write, told
-        if in_a_write and number == 0:
-            self._limit()
+    def __init__(self, number: int, told: int, watched: Path | None, in_a_write: bool) -> None:
+        self.left, self.told, self.in_a_write = number, told, in_a_write
+        self.files = _Files(watched) if watched else None
+        self.call = ""  # what the C call that is under way does to files
+        self.one_looks = threading.Lock()
 
-    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        what = _change(event, args)
-        if not what:
-            return
-        os.write(self.told, f"{what}\n".encode(errors="replace"))
+    def set(self) -> None:
+        if self.in_a_write and self.left == 0:
+            _limit_files()
+        sys.addaudithook(self.audit)
+        if self.files:
+            threading.setprofile(self.profile)
+            sys.setprofile(self.profile)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if what := _change(event, args):
+            self.call = what
+            self._reach("<" + what)
+
+    def profile(self, frame: Any, event: str, function: Any) -> None:
+        # Nothing but bytecode runs between the end of one call and the beginning of the next.
+        if event not in ("call", "c_call"):
+            name = frame.f_code.co_qualname if event == "return" else function.__name__
+            with self.one_looks:
+                if self.files and (changes := self.files.changes()):
+                    done = f"it had {self.call}" if self.call else f"{name}(), when {changes}"
+                    self._reach(">" + done)
+        if event != "call":
+            self.call = ""
+
+    def _reach(self, moment: str) -> None:
+        os.write(self.told, f"{moment}\n".encode(errors="replace"))
         self.left -= 1
         if self.left == 0 and self.in_a_write:
-            self._limit()
+            _limit_files()
         elif self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _limit(self) -> None:
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (WRITE_LIMIT_BYTES, hard))
+
+def _limit_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (WRITE_LIMIT_BYTES, hard))
+
+
+class _Files:
+    """What is in a folder and in those below, to see what has changed since the last look."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = os.fspath(folder)
+        self.seen: dict[str, _Seen] = {}
+        self.changes()
+
+    def changes(self) -> str:
+        """What is different from the last look, in words; "" if nothing is."""
+        old, self.seen = self.seen, {}
+        self._look(self.folder, old)
+        changed = [
+            f"{_name(path)} was {'new' if path not in old else 'changed' if now else 'gone'}"
+            for path in sorted({*old, *self.seen})
+            if (now := self.seen.get(path)) is None
+            or path not in old
+            or now.content != old[path].content
+        ]
+        return ", ".join(changed[:3])
+
+    def _look(self, folder: str, old: dict[str, _Seen]) -> None:
+        try:
+            with os.scandir(folder) as found:
+                entries = list(found)
+        except OSError:  # deleted meanwhile, by a thread or another program
+            return
+        for entry in entries:
+            try:
+                self.seen[entry.path] = _see(entry, old.get(entry.path))
+            except OSError:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                self._look(entry.path, old)
+
+
+class _Seen(NamedTuple):
+    """A file as it was: its content, and by what to tell quickly that it is still the same."""
+
+    mark: tuple[int, int, int]
+    settled: bool  # whether a later change has to give it another mark
+    content: tuple[int, int]
+
+
+def _see(entry: os.DirEntry[str], old: _Seen | None) -> _Seen:
+    """The file as it is now; it is read if it may have changed since `old`."""
+    status, now_s = entry.stat(follow_symlinks=False), time.time()
+    mark = (status.st_ino, status.st_size, status.st_mtime_ns)
+    if old and old.settled and old.mark == mark:
+        return old
+    content = 0
+    if stat.S_ISREG(status.st_mode):
+        with open(entry.path, "rb") as file:
+            content = zlib.crc32(file.read())
+    return _Seen(mark, now_s - status.st_mtime > TICK_S, (status.st_ino, content))
 
 
 def _change(event: str, args: tuple[Any, ...]) -> str:

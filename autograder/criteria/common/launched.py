@@ -8,6 +8,7 @@ torchrun, because torchrun's agent and each of its workers import torch anew.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from functools import wraps
@@ -15,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from autograder.criteria.common.places import meeting_place
-from autograder.criteria.common.script_worker import work
+from autograder.criteria.common.script_worker import ScriptError, work
+from autograder.criteria.common.survivors import wait_for_ends
 from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
+from minidist.processes.fork_server import fork
+from minidist.processes.ports import free_port, gloo_at_home, let_go
 
 ELSEWHERE = ".elsewhere"  # a rank's file with this ending: where it was to meet the others
+GRACE_S = 10.0  # after a rank has died, the others get this long to end: a busy machine is slow
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a check may have more ranks than there are GPUs
 
 
@@ -78,6 +83,71 @@ def run_script(
         why = str(error).partition("\nalso failed")[0].strip().splitlines()[-1]
         return f"failed on rank {error.rank} ({why.rpartition('ScriptError: ')[2]})"
     return ""
+
+
+def run_to_a_death(
+    script: Path,
+    arguments: list[str],
+    log: Path,
+    nprocs: int,
+    *,
+    deadline_s: float,
+    env: Mapping[str, str] | None = None,
+    folders: Path | None = None,
+) -> list[int]:
+    """Runs the script, one rank of which is going to be killed, until all ranks have ended.
+
+    `run_script` gives the others a second to end; what they do after a death is what counts here.
+    The arguments are those of `run_script`.
+
+    Returns:
+        each rank's exit code; negative: the signal that ended it, which is SIGKILL also for a rank
+        that was still running `GRACE_S` after the death: torchrun's agent would have ended it, too.
+
+    Raises:
+        TimeoutError: nobody has died, and the script ran longer than `deadline_s`.
+    """
+    log.touch()
+    port = free_port()
+    processes = []
+    job = (str(script.resolve()), arguments, str(log), folders)
+    try:
+        for rank in range(nprocs):
+            given = gloo_at_home() | os.environ | dict(env or {})
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": nprocs,
+                "LOCAL_WORLD_SIZE": nprocs,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 serves the store
+            }
+            variables = given | {name: str(value) for name, value in place.items()}
+            processes.append(fork(_be_forked_worker, *job, env=variables))
+        codes = wait_for_ends(processes, deadline_s, GRACE_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(GRACE_S)
+            process.close()
+        let_go(port)
+    if None in codes and not any(codes):
+        raise TimeoutError(f"{script.name} was still running after {deadline_s:.0f} s")
+    return [-signal.SIGKILL if code is None else code for code in codes]
+
+
+def _be_forked_worker(_: Any, *job: Any) -> None:
+    """Runs the script as a process of its own, whose exit code is the script's."""
+    import torch
+
+    torch.set_num_threads(1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        _be_worker(*job)
+    except ScriptError as error:
+        sys.exit(error.code)
 
 
 def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, told
+from autograder.criteria.common.survivors import TOO_EARLY, lives_on, wait_for_ends
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab5_multinode import script
 from autograder.criteria.lab5_multinode.nodes import (
@@ -143,10 +144,7 @@ def _run(job: NodesJob, what: str, *, old_out: bool = False) -> Values:
 
 def _end_of(process: Child) -> int | None:
     """The exit code of a node whose partner has died; None if it is still running."""
-    end_s = time.monotonic() + RUN_DEADLINE_S / 2
-    while process.poll() is None and time.monotonic() < end_s:
-        time.sleep(0.02)
-    return process.poll()
+    return wait_for_ends([process], RUN_DEADLINE_S / 2, GRACE_S)[0]
 
 
 def _wait_for_stop(job: NodesJob, processes: Sequence[Child], step: int) -> None:
@@ -197,14 +195,7 @@ def judge_lost(case: Case) -> list[Finding]:
     partial = told(answer, "partial")
     if partial != [False] * len(given["deaths"]):
         which = partial.index(True) if isinstance(partial, list) and True in partial else 0
-        return [
-            Finding(
-                f"{deaths[which][1]}, and node 0 wrote --out, with the losses of too few steps: "
-                "whoever finds the file takes the job for done. It is written at the end, and only "
-                "then.",
-                0,
-            )
-        ]
+        return [Finding(f"{deaths[which][1]}, and node 0 {TOO_EARLY}", 0)]
     if not isinstance(ends, list) or len(ends) != len(deaths):
         return [Finding("there is no answer for each node that died.", 0)]
     if problem := _saved(answer, given, saves):
@@ -232,14 +223,8 @@ def judge_lost(case: Case) -> list[Finding]:
 def _survived(deaths: tuple[tuple[int, str], ...], ends: Any, alone: str) -> Finding | None:
     """The first process that a death of the other node has not ended with an error."""
     for (survivor, what), code in zip(deaths, ends if isinstance(ends, list) else (), strict=False):
-        if code == 0 or code is None:
-            did = "ended with exit code 0" if code == 0 else "is still running"
-            why = alone or "Let the error of the collective end the process."
-            return Finding(
-                f"{what}, and the process on node {survivor} {did}: whoever started the job "
-                f"takes it for done. {why}",
-                0,
-            )
+        if problem := lives_on(f"the process on node {survivor}", code, alone):
+            return Finding(f"{what}, and {problem}", 0)
     return None
 
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from torch.optim.optimizer import (
 
 from autograder.criteria.common.launched import find_script, write_to
 from autograder.criteria.common.script_worker import ScriptError, work
+from autograder.criteria.common.survivors import wait_for_ends
 from autograder.criteria.criterion import Values
 from minidist.processes.fork_server import Child, fork
 from minidist.processes.ports import free_port
@@ -339,18 +339,8 @@ def wait(job: NodesJob, processes: list[Child], what: str = "") -> None:
     Raises:
         RuntimeError: no node has failed, and some are still running at the deadline.
     """
-    end_s = time.monotonic() + RUN_DEADLINE_S
-    while any(process.poll() is None for process in processes):
-        now_s = time.monotonic()
-        if any(process.poll() not in (None, 0) for process in processes):
-            end_s = min(end_s, now_s + GRACE_S)
-        if now_s > end_s:
-            if all(process.poll() in (None, 0) for process in processes):
-                late = [str(node) for node, p in enumerate(processes) if p.poll() is None]
-                where = f"node{'s' * (len(late) > 1)} {', '.join(late)}"
-                raise job.failure(
-                    f"was still running on {where} after {RUN_DEADLINE_S:.0f} s{what}"
-                )
-            break
-        time.sleep(0.05)
-    job.codes = [process.poll() for process in processes]
+    job.codes = wait_for_ends(processes, RUN_DEADLINE_S, GRACE_S)
+    late = [str(node) for node, code in enumerate(job.codes) if code is None]
+    if late and all(code in (None, 0) for code in job.codes):
+        where = f"node{'s' * (len(late) > 1)} {', '.join(late)}"
+        raise job.failure(f"was still running on {where} after {RUN_DEADLINE_S:.0f} s{what}")
