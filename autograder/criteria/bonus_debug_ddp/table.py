@@ -8,8 +8,8 @@ from autograder.criteria.common.withheld import OWN_DDP, TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.later import Later, later
 
-buckets, meet, single_steps, state, train = later(
-    "autograder.criteria.bonus_debug_ddp", "buckets meet single_steps state train"
+buckets, meet, seeds, single_steps, state, train = later(
+    "autograder.criteria.bonus_debug_ddp", "buckets meet seeds single_steps state train"
 )
 charge_plan = Later("autograder.criteria.common.emulated.charge_plan")
 
@@ -60,8 +60,8 @@ _metrics = partial(
 _seed = partial(
     Criterion,
     task="Case 11, seeds",
-    draw=state.draw_seeds,
-    observe=state.observe_seeds,
+    draw=seeds.draw_seeds,
+    observe=seeds.observe_seeds,
     world="none",
 )
 
@@ -173,11 +173,11 @@ LAB = Lab(
         ),
         _seed(
             name="debug_seed_weights", title="the same weights on all ranks", points=2,
-            judge=state.judge_seed_weights,
+            judge=seeds.judge_seed_weights,
         ),
         _seed(
             name="debug_seed_dropout", title="each rank drops units of its own", points=3,
-            judge=state.judge_seed_dropout,
+            judge=seeds.judge_seed_dropout,
         ),
     ),
 )  # fmt: skip

@@ -157,8 +157,7 @@ def _observe(train: Any, inputs: Values, context: Context) -> Values:
         path = Path(folder, "model.pt")
         model = Recorded(inputs, path=path).to(context.device)
         if inputs.get("itself"):
-            for p in model.parameters():  # of whoever used the model before
-                p.grad = torch.ones_like(p)
+            set_old_gradients(model)
         train(
             model,
             make_data,
@@ -181,6 +180,12 @@ def _observe(train: Any, inputs: Values, context: Context) -> Values:
     for name, value in trained.state_dict().items():
         answer[name] = value.detach().cpu().numpy().copy()
     return answer
+
+
+def set_old_gradients(model: nn.Module) -> None:
+    """Leaves gradients in the model, as somebody does who has used it before."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
 
 
 # --- judge ---------------------------------------------------------------------------------------
@@ -259,24 +264,32 @@ def _explain_steps(case: Case, steps: list[list[list[int]]], rank: int) -> str:
             f"batch_size={size} is that of one rank."
         )
     x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
-    for keeps, ranks, hint in (
+    everyone = range(case.world_size)
+    for cleared_from, ranks, hint in (
         (
-            True,
-            range(case.world_size),
+            len(steps),
+            everyone,
             "Each step still holds the gradients of the steps before it: clear them before "
             "backward().",
         ),
         (
-            False,
+            1,
+            everyone,
+            "The first step still holds gradients that `model` had before: clear them before "
+            "backward(), not after the step.",
+        ),
+        (
+            0,
             [rank],
             "This rank's own gradient alone was stepped with: in DDP, backward() averages it over "
             "the ranks.",
         ),
     ):
         model = Recorded(inputs, torch.float64)
+        set_old_gradients(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        for step in steps:
-            if not keeps:
+        for number, step in enumerate(steps):
+            if number >= cleared_from:
                 optimizer.zero_grad()
             losses = [F.cross_entropy(model(x[step[r]]), y[step[r]]) for r in ranks]
             torch.stack(losses).mean().backward()
