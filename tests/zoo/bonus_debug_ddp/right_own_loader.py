@@ -18,11 +18,12 @@ def train(model, make_data, *, seed, num_epochs, batch_size, lr, path):
         own = order.tensor_split(world_size)[rank].to(DEVICE)
         for rows in own.split(batch_size):
             loss = F.cross_entropy(ddp_model(x[rows]), y[rows])
+            for p in ddp_model.parameters():
+                p.grad = None
             loss.backward()
             with torch.no_grad():
                 for p in ddp_model.parameters():
                     p -= lr * p.grad
-                    p.grad = None
         if not rank:
             weights = ddp_model.state_dict()
             torch.save({name.removeprefix("module."): w for name, w in weights.items()}, path)
