@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -53,14 +55,23 @@ def find_criterion(name: str) -> tuple[Lab, Criterion]:
         ValueError: no lab has a criterion of that name.
     """
 
-    def lacks_it(lab: str) -> bool:
-        return f'"{name}"' not in Path(__path__[0], lab, "table.py").read_text("utf-8")
-
-    for lab in map(get_lab, sorted(lab_names(), key=lacks_it)):  # to import all takes 40 ms
+    for lab in map(get_lab, _most_likely_first(name)):
         for criterion in lab.criteria:
             if criterion.name == name:
                 return lab, criterion
     raise ValueError(f"no lab has a check called {name!r}")
+
+
+def _most_likely_first(criterion: str) -> Iterator[str]:
+    """All labs; nothing is read while one from the beginning is the right one."""
+    # A rank got the table that it needs from its launcher; to import all would take 40 ms.
+    loaded = [lab for lab in lab_names() if _table(lab) in sys.modules]
+    yield from loaded
+
+    def lacks_it(lab: str) -> bool:
+        return f'"{criterion}"' not in Path(__path__[0], lab, "table.py").read_text("utf-8")
+
+    yield from sorted(set(lab_names()) - set(loaded), key=lacks_it)
 
 
 def _table(lab: str) -> str:

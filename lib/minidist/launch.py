@@ -87,8 +87,7 @@ def run(
     ranks: list[_Rank] = []
     try:
         for rank in range(nprocs):
-            given = gloo_at_home() | os.environ | dict(env or {})
-            variables = given | _rank_env(rank, nprocs, port)
+            variables = rank_environment(rank, nprocs, port, env)
             ranks.append(_Rank(rank, fork(_rank_main, job, env=variables)))
         _collect(ranks, time.monotonic() + deadline_s, deadline_s)
     finally:
@@ -100,8 +99,15 @@ def run(
     return [each.result for each in ranks]
 
 
-def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    return {
+def rank_environment(
+    rank: int, nprocs: int, port: int, env: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """This process's environment, with `env`, and with what torchrun would tell a rank.
+
+    Args:
+        port: where rank 0 serves the store, on this machine.
+    """
+    place = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nprocs),
@@ -112,6 +118,7 @@ def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
         # 0 serves it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+    return gloo_at_home() | os.environ | dict(env or {}) | place
 
 
 class _Rank:

@@ -19,9 +19,9 @@ from autograder.criteria.common.places import meeting_place
 from autograder.criteria.common.script_worker import ScriptError, work
 from autograder.criteria.common.survivors import wait_for_ends
 from minidist.errors import LaunchDeadlineError, LaunchError
-from minidist.launch import run
+from minidist.launch import rank_environment, run
 from minidist.processes.fork_server import fork
-from minidist.processes.ports import free_port, gloo_at_home, let_go
+from minidist.processes.ports import free_port, let_go
 
 ELSEWHERE = ".elsewhere"  # a rank's file with this ending: where it was to meet the others
 GRACE_S = 10.0  # after a rank has died, the others get this long to end: a busy machine is slow
@@ -113,17 +113,7 @@ def run_to_a_death(
     job = (str(script.resolve()), arguments, str(log), folders)
     try:
         for rank in range(nprocs):
-            given = gloo_at_home() | os.environ | dict(env or {})
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": nprocs,
-                "LOCAL_WORLD_SIZE": nprocs,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 serves the store
-            }
-            variables = given | {name: str(value) for name, value in place.items()}
+            variables = rank_environment(rank, nprocs, port, env)
             processes.append(fork(_be_forked_worker, *job, env=variables))
         codes = wait_for_ends(processes, deadline_s, GRACE_S)
     finally:
