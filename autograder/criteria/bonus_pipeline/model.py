@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import is_floats, item_of
+from autograder.criteria.common.answers import is_floats, item_of, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 CASES = 8
@@ -79,7 +79,8 @@ def judge_bubble(case: Case) -> Iterator[Finding]:
             idle,
             rtol=1e-9,
             atol=0.0,
-            hint="A rank waits P - 1 forwards until its turn comes or the gradients do, and "
+            hint=unit_hint(answer.get("seconds"), idle)
+            or "A rank waits P - 1 forwards until its turn comes or the gradients do, and "
             "as many backwards; how many micro-batches there are does not matter.",
         ):
             yield wrong
@@ -133,7 +134,8 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
             sent,
             rtol=1e-9,
             atol=0.0,
-            hint="A rank in the middle sends M activations on and M gradients back; with two "
+            hint=unit_hint(answer.get("pipeline"), sent)
+            or "A rank in the middle sends M activations on and M gradients back; with two "
             "stages each rank sends one of the two, with one nobody sends.",
         ) or differs(
             rank,
@@ -142,6 +144,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
             ring,
             rtol=1e-9,
             atol=0.0,
-            hint="An all-reduce sends 2 (N - 1) / N of the gradients.",
+            hint=unit_hint(answer.get("data"), ring)
+            or "An all-reduce sends 2 (N - 1) / N of the gradients.",
         ):
             yield wrong

@@ -19,6 +19,7 @@ from autograder.criteria.common.answers import (
     is_floats,
     item_of,
     short,
+    unit_hint,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
@@ -134,7 +135,7 @@ def _why_seconds(got: Any, case: Values) -> str:
     for value, why in known:
         if is_close(got, value, rtol=1e-5, atol=1e-12):
             return why
-    return (
+    return unit_hint(got, _saved(case)) or (
         "One all-reduce has 2 (N - 1) latencies, three have three times as many; compress_s counts "
         "too."
     )

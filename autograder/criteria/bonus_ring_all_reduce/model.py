@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import item_of, returned
+from autograder.criteria.common.answers import item_of, returned, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 KINDS = 5
@@ -113,7 +113,7 @@ def judge_seconds(case: Case) -> Iterator[Finding]:
                 expected,
                 rtol=1e-6,
                 atol=0.0,
-                hint=hint,
+                hint=unit_hint(answer.get(name), expected) or hint,
             ):
                 yield wrong
 
@@ -166,6 +166,7 @@ def judge_bus(case: Case) -> Iterator[Finding]:
             expected,
             rtol=1e-6,
             atol=0.0,
-            hint="Every link carries 2 (N - 1) / N of the tensor: divide that by the seconds.",
+            hint=unit_hint(answer.get("found"), expected)
+            or "Every link carries 2 (N - 1) / N of the tensor: divide that by the seconds.",
         ):
             yield wrong

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from autograder.criteria.common.answers import unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 CASES = 6
@@ -46,21 +47,24 @@ def judge(case: Case) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         b, t, d, size, n = np.array(case.inputs[rank]["cases"], dtype=np.float64).T
         ring = 2 * (n - 1) / n * size
+        activations, gradients = ring * 4 * b * t * d, ring * (12 * d**2 + 13 * d)
         if wrong := differs(
             rank,
             f"tensor_parallel_bytes of {CASES} cases",
             answer.get("tensor"),
-            ring * 4 * b * t * d,
+            activations,
             rtol=1e-9,
             atol=0.0,
-            hint="Two all-reduces forward, two backward, each of B T D numbers.",
+            hint=unit_hint(answer.get("tensor"), activations)
+            or "Two all-reduces forward, two backward, each of B T D numbers.",
         ) or differs(
             rank,
             f"data_parallel_bytes of {CASES} cases",
             answer.get("data"),
-            ring * (12 * d**2 + 13 * d),
+            gradients,
             rtol=1e-9,
             atol=0.0,
-            hint="12 D^2 weights; biases of 3 D, D, 4 D and D; two norms with 2 D each.",
+            hint=unit_hint(answer.get("data"), gradients)
+            or "12 D^2 weights; biases of 3 D, D, 4 D and D; two norms with 2 D each.",
         ):
             yield wrong

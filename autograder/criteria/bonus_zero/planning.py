@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of, short
+from autograder.criteria.common.answers import item_of, short, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 # --- formulas ------------------------------------------------------------------------------------
@@ -112,8 +112,9 @@ def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> Itera
             if type(got) is not type(expected) or got != expected:
                 call = ", ".join(str(each[argument]) for argument in arguments)
                 said = f"{name}({call}): expected {expected}, got {str(got)[:80]}."
-                why = (f" {text}." for other, text in _WRONG_SHARES if formula(each, other) == got)
-                yield Finding(said + next(why, ""), rank)
+                why = (f"{text}." for other, text in _WRONG_SHARES if formula(each, other) == got)
+                hint = next(why, "") or unit_hint(got, expected)
+                yield Finding(f"{said} {hint}".rstrip(), rank)
                 break
 
 

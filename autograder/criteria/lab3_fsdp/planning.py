@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autograder.criteria.common.answers import is_close, item_of, returned
+from autograder.criteria.common.answers import is_close, item_of, returned, unit_hint
 from autograder.criteria.common.places import LAST_ALONE
 from autograder.criteria.common.timed_collectives import (
     COLLECTIVE_S,
@@ -105,7 +105,6 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
             (sum(samples) / seconds[rank], "Those are this rank's seconds, not the slowest's."),
             (sum(samples) / min(seconds), "Those are the seconds of the fastest rank."),
             (expected / repeats, "Those are the samples of one step only."),
-            (expected / 1000, "That is per millisecond."),
             (1 / expected, "That is seconds per sample."),
             (
                 sum(samples) / (max(seconds) + COLLECTIVE_S),
@@ -118,6 +117,7 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
             ),
         )
         hint = next((why for value, why in known if is_close(got, value, rtol=1e-5)), "")
+        hint = hint or unit_hint(got, expected)
         return f"{what}: expected {expected:.3f} samples/s, got {got:.3f}. {hint}".rstrip()
     return ""
 
@@ -205,6 +205,8 @@ def _traffic_problem(case: Case, answer: Values) -> str:
             hint = " Each all-gather and each reduce-scatter is one pass, an all-reduce is two."
         elif is_close(got, passes * once / (size or 4) * 4):
             hint = " A number does not always have 4 bytes."
+        elif unit := unit_hint(got, passes * once):
+            hint = f" {unit}"
         call = f"traffic_per_rank({n}, {ranks}, {strategy!r}{'' if size is None else f', {size}'})"
         shown = f"{got:.12g}" if isinstance(got, float) else got
         return f"{call}: expected {passes * once:.12g}, got {shown}.{hint}"

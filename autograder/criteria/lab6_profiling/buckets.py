@@ -265,7 +265,7 @@ def _explain_prediction(got: Any, drawn: Values) -> str:
     if is_close(got, max(compute, *alone)):
         return " The network carries one bucket at a time."
     if hint := unit_hint(got, _seconds(drawn, drawn["plan"])):
-        return hint
+        return f" {hint}"
     value = as_number(got)
     if value is None:
         return " Is a `return` missing?"

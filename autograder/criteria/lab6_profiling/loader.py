@@ -104,7 +104,7 @@ def judge_wait(case: Case) -> Iterator[Finding]:
             wait, step = (item_of(got, i) for i in (0, 1))
             wait_s, step_s = float(load[1:].mean()), float(work[1:].mean())
             if not is_close(wait, wait_s):
-                hint = unit_hint(wait, wait_s).lstrip() or _WAIT_HINT
+                hint = unit_hint(wait, wait_s) or _WAIT_HINT
                 if is_close(wait, float((load[1:].sum() + load.sum()) / (len(load) - 1))):
                     hint = "After the last batch the workers end: nobody waits for a batch then."
                 if is_close(wait, float(load.mean())):
@@ -118,10 +118,10 @@ def judge_wait(case: Case) -> Iterator[Finding]:
             if not is_close(step, step_s):
                 hint = unit_hint(step, step_s)
                 if is_close(step, LAUNCH_S):
-                    hint = " That is what it takes to queue a step: synchronize() first."
+                    hint = "That is what it takes to queue a step: synchronize() first."
                 yield Finding(
                     f"{len(load)} batches: expected {step_s * 1e3:.4f} ms of work per batch, got "
-                    f"{_milliseconds(step)}.{hint}",
+                    f"{_milliseconds(step)}. {hint}".rstrip(),
                     rank,
                 )
                 break

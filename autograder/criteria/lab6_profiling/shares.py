@@ -329,7 +329,7 @@ def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> s
                 if is_close(total, window_s)
                 else f"The parts add up to {total:.6g} s, the window has {window_s:.6g} s."
             )
-            hint = unit_hint(got[part], wanted[part]).lstrip() or hint
+            hint = unit_hint(got[part], wanted[part]) or hint
             return f"{part}: expected {wanted[part]:.6g} s, got {short(got[part])}. {hint}"
     return None
 
