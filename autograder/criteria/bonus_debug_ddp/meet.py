@@ -144,7 +144,7 @@ def _only_rank_0_is_right(case: Case) -> bool:
     return True
 
 
-def judge_tail(case: Case) -> list[Finding]:
+def judge_tail(case: Case) -> Iterator[Finding]:
     """As `judge_evaluate`; in addition, the ranks' numbers of samples differ by at most one.
 
     A loss that only rank 0 has, whatever the sizes, costs only `debug_evaluate_batches`; so does
@@ -154,34 +154,30 @@ def judge_tail(case: Case) -> list[Finding]:
     findings = judge_evaluate(case, batch_sizes=single)
     if findings and _only_rank_0_is_right(case):
         findings = judge_evaluate(case, ranks=1, batch_sizes=single)
+    yield from findings
     for number, (n, size) in enumerate(case.inputs[0]["settings"]) if not findings else ():
         counts = [told(answer, f"count/{number}") for answer in case.answers]
         if max(counts) - min(counts) > 1:
-            findings.append(
-                Finding(
-                    f"{n} samples on {case.world_size} ranks, batch_size={size}: they looked at "
-                    f"{counts} samples, which is not as even as it can be. The numbers may differ "
-                    "by one: all wait for the rank that has most."
-                )
+            yield Finding(
+                f"{n} samples on {case.world_size} ranks, batch_size={size}: they looked at "
+                f"{counts} samples, which is not as even as it can be. The numbers may differ "
+                "by one: all wait for the rank that has most."
             )
-    return findings
 
 
-def judge_batches(case: Case) -> list[Finding]:
+def judge_batches(case: Case) -> Iterator[Finding]:
     """As `judge_evaluate`; in addition, no batch is larger than `batch_size`."""
     findings = judge_evaluate(case)
+    yield from findings
     for number, (_, size) in enumerate(case.inputs[0]["settings"]) if not findings else ():
         for rank, answer in enumerate(case.answers):
             most = told(answer, f"most/{number}")
             if type(most) is not int or most > size:
-                findings.append(
-                    Finding(
-                        f"{most} samples went through the model at once, batch_size={size}: "
-                        "more may not fit into memory.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{most} samples went through the model at once, batch_size={size}: "
+                    "more may not fit into memory.",
+                    rank,
                 )
-    return findings
 
 
 # --- once ----------------------------------------------------------------------------------------
@@ -328,8 +324,8 @@ def judge_metrics(case: Case) -> Iterator[Finding]:
     A second call with the same dictionary gives the same.
     """
     for rank, answer in enumerate(case.answers):
-        findings = _judge_call(case, rank, answer, 0) or _judge_call(case, rank, answer, 1)
-        yield from findings
+        if wrong := _judge_call(case, rank, answer, 0) or _judge_call(case, rank, answer, 1):
+            yield wrong
 
 
 def _explain_metric(everyone: list[dict[str, float]], name: str, got: Any) -> str:
@@ -355,18 +351,16 @@ def _explain_metric(everyone: list[dict[str, float]], name: str, got: Any) -> st
     return "Every rank that has it counts alike, and no other rank."
 
 
-def _judge_call(case: Case, rank: int, answer: Values, call: int) -> list[Finding]:
+def _judge_call(case: Case, rank: int, answer: Values, call: int) -> Finding | None:
     everyone = [inputs["metrics"] for inputs in case.inputs]
     names = sorted(set().union(*everyone))
     again = ", when called again with the same dictionary" if call else ""
     if told(answer, f"names/{call}") != names:
-        return [
-            Finding(
-                f"expected the metrics {names}, got {answer.get(f'names/{call}')}{again}. A metric "
-                "that some rank has is reported by all.",
-                rank,
-            )
-        ]
+        return Finding(
+            f"expected the metrics {names}, got {answer.get(f'names/{call}')}{again}. A metric "
+            "that some rank has is reported by all.",
+            rank,
+        )
     for name in names:
         values = [metrics[name] for metrics in everyone if name in metrics]
         what = f"{name} (known to {len(values)} of {case.world_size} ranks){again}"
@@ -376,5 +370,5 @@ def _judge_call(case: Case, rank: int, answer: Values, call: int) -> list[Findin
             hint = "The first call gave what is expected: has it changed the dictionary?"
             if not call:
                 hint = _explain_metric(everyone, name, got)
-            return [because(wrong, hint)]
-    return []
+            return because(wrong, hint)
+    return None

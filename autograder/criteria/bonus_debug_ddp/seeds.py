@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -89,14 +90,15 @@ def judge_seed_weights(case: Case) -> list[Finding]:
     return []
 
 
-def judge_seed_dropout(case: Case) -> list[Finding]:
+def judge_seed_dropout(case: Case) -> Iterator[Finding]:
     """After the build, ranks draw different numbers; the same seed and rank repeat them.
 
     Whoever begins once, with rank and seed, before the weights, loses only `debug_seed_weights`.
     """
     found = _collect(case, "r", (NUM_DRAWN,), visits=3)
     if isinstance(found, Finding):
-        return [found]
+        yield found
+        return
     for number, arrays in enumerate(found):
         seed, world_size = case.inputs[0]["seeds"][number], VIRTUAL_WORLDS[number]
         first, again, larger = (arrays[k * world_size :][:world_size] for k in range(3))
@@ -104,40 +106,34 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
             for b in range(a):
                 # Two numbers, and not one, which may be chance.
                 if np.isin(first[a], first[b]).sum() > 1:
-                    return [
-                        Finding(
-                            f"seed={seed}: ranks {b} and {a} draw the same numbers after the model "
-                            f"is built, perhaps at other places: {np.round(first[b], 4).tolist()} "
-                            f"and {np.round(first[a], 4).tolist()}. "
-                            + (
-                                "So they drop the same units: W ranks with one mask."
-                                if np.isclose(first[a], first[b]).sum() > 1
-                                else "That is one stream, begun at different places: seed each "
-                                "rank's generator differently."
-                            )
+                    yield Finding(
+                        f"seed={seed}: ranks {b} and {a} draw the same numbers after the model "
+                        f"is built, perhaps at other places: {np.round(first[b], 4).tolist()} "
+                        f"and {np.round(first[a], 4).tolist()}. "
+                        + (
+                            "So they drop the same units: W ranks with one mask."
+                            if np.isclose(first[a], first[b]).sum() > 1
+                            else "That is one stream, begun at different places: seed each "
+                            "rank's generator differently."
                         )
-                    ]
+                    )
+                    return
             if not np.allclose(first[a], again[a]):
-                return [
-                    Finding(
-                        f"seed={seed}, rank={a}: a second call, as in another process, gave other "
-                        "random numbers. They must depend on seed and rank alone, or no run can "
-                        "be repeated."
-                    )
-                ]
+                yield Finding(
+                    f"seed={seed}, rank={a}: a second call, as in another process, gave other "
+                    "random numbers. They must depend on seed and rank alone, or no run can "
+                    "be repeated."
+                )
+                return
             if not np.allclose(first[a], larger[a]) and not judge_seed_weights(case):
-                return [
-                    Finding(
-                        f"seed={seed}, rank={a}: after a larger model was built, other random "
-                        "numbers came. How many numbers a model takes for its weights must not "
-                        "matter: seed anew once it is built."
-                    )
-                ]
+                yield Finding(
+                    f"seed={seed}, rank={a}: after a larger model was built, other random "
+                    "numbers came. How many numbers a model takes for its weights must not "
+                    "matter: seed anew once it is built."
+                )
+                return
     if np.allclose(found[0][0], found[1][0]):
-        return [
-            Finding(
-                "two seeds gave the same random numbers after the model was built, on one rank: "
-                "they have to depend on both `seed` and `rank`."
-            )
-        ]
-    return []
+        yield Finding(
+            "two seeds gave the same random numbers after the model was built, on one rank: "
+            "they have to depend on both `seed` and `rank`."
+        )

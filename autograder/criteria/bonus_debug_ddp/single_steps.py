@@ -198,23 +198,21 @@ def observe_accumulate(accumulate: Any, inputs: Values, context: Context) -> Val
     return ddp.observe_samples(counted, inputs, context) | {"counts": counts}
 
 
-def judge_loss(case: Case) -> list[Finding]:
+def judge_loss(case: Case) -> Iterator[Finding]:
     """The mean loss of all ranks, from the forward passes whose gradients are in p.grad."""
     findings = ddp.judge_loss(case)
+    yield from findings
     for rank, answer in enumerate(case.answers) if not findings else ():
         for call, k in enumerate(case.inputs[0]["ks"]):
             got = item_of(told(answer, "counts"), call)
             if got != k * SAMPLES:
-                findings.append(
-                    Finding(
-                        f"{k} micro-batches of {SAMPLES} samples: {got} samples went through the "
-                        f"model, expected {k * SAMPLES}. A second forward pass costs time, and "
-                        "with dropout its loss is not the one whose gradient is in p.grad.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{k} micro-batches of {SAMPLES} samples: {got} samples went through the "
+                    f"model, expected {k * SAMPLES}. A second forward pass costs time, and "
+                    "with dropout its loss is not the one whose gradient is in p.grad.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def judge_accumulate(case: Case) -> list[Finding]:

@@ -352,102 +352,91 @@ def _epochs(case: Case) -> list[list[np.ndarray]] | Finding:
     return [list(epoch) for epoch in zip(*rows, strict=True)]
 
 
-def judge_shares(case: Case) -> list[Finding]:
+def judge_shares(case: Case) -> Iterator[Finding]:
     """In an epoch every sample goes through exactly one rank.
 
     Shares may be padded to the same length, so a few samples may come twice.
     """
     epochs = _epochs(case)
     if isinstance(epochs, Finding):
-        return [epochs]
+        yield epochs
+        return
     for number, epoch in enumerate(epochs):
         numbers = np.unique(np.concatenate(epoch))
         expected = np.arange(case.inputs[0]["n"], dtype=np.float64)
         places = sum(map(len, epoch))
         if len(numbers) == places < len(expected):
-            return [
-                Finding(
-                    f"epoch {number}: {len(expected) - places} of {len(expected)} samples go "
-                    "through no rank: the last places are filled with a few that come twice, not "
-                    "cut off."
-                )
-            ]
+            yield Finding(
+                f"epoch {number}: {len(expected) - places} of {len(expected)} samples go through "
+                "no rank: the last places are filled with a few that come twice, not cut off."
+            )
+            return
         if not np.array_equal(numbers, expected):
-            return [
-                Finding(
-                    f"epoch {number}: {len(numbers)} different samples in "
-                    f"{sum(map(len, epoch))} places, expected {len(expected)}, each on one rank. "
-                    "The ranks' shares overlap: all have to deal out one permutation, though "
-                    "their default generators differ. None is left out: a few that come twice fill "
-                    "the last places."
-                )
-            ]
-    return []
+            yield Finding(
+                f"epoch {number}: {len(numbers)} different samples in {sum(map(len, epoch))} "
+                f"places, expected {len(expected)}, each on one rank. The ranks' shares overlap: "
+                "all have to deal out one permutation, though their default generators differ. "
+                "None is left out: a few that come twice fill the last places."
+            )
+            return
 
 
-def judge_epochs(case: Case) -> list[Finding]:
+def judge_epochs(case: Case) -> Iterator[Finding]:
     """Every epoch has a different order."""
     epochs = _epochs(case)
     if isinstance(epochs, Finding):
-        return [epochs]
+        yield epochs
+        return
     for a, b in ((0, 1), (1, 2), (0, 2)):
         for rank in range(case.world_size):
             if np.array_equal(epochs[a][rank], epochs[b][rank]):
-                return [
-                    Finding(
-                        f"epochs {a} and {b} have the same order: the sampler must be told the "
-                        "epoch before each of them.",
-                        rank,
-                    )
-                ]
-    return []
-
-
-def judge_saved(case: Case) -> list[Finding]:
-    """Only rank 0 has written a file, with the module's weights under the module's names."""
-    findings: list[Finding] = []
-    for rank, answer in enumerate(case.answers):
-        written = told(answer, "written")
-        if written is not (rank == 0):
-            findings.append(
-                Finding(
-                    f"a file at `path`: {written}, expected {rank == 0}. Rank 0 writes, and no "
-                    "other rank.",
+                yield Finding(
+                    f"epochs {a} and {b} have the same order: the sampler must be told the "
+                    "epoch before each of them.",
                     rank,
                 )
-            )
+                return
+
+
+def judge_saved(case: Case) -> Iterator[Finding]:
+    """Only rank 0 has written a file, with the module's weights under the module's names."""
+    written = [told(answer, "written") for answer in case.answers]
+    wrong_ranks = [rank for rank, is_there in enumerate(written) if is_there is not (rank == 0)]
+    for rank in wrong_ranks:
+        yield Finding(
+            f"a file at `path`: {written[rank]}, expected {rank == 0}. Rank 0 writes, and no other "
+            "rank.",
+            rank,
+        )
+    if wrong_ranks:
+        return
     answer = case.answers[0]
-    if not findings and told(answer, "saved before") is not True:
-        findings.append(
-            Finding(
-                "there was no file yet in the last of two epochs: save after each epoch, or a job "
-                "that dies has nothing.",
-                0,
-            )
+    if told(answer, "saved before") is not True:
+        yield Finding(
+            "there was no file yet in the last of two epochs: save after each epoch, or a job that "
+            "dies has nothing.",
+            0,
         )
+        return
     keys, names = told(answer, "keys"), sorted(Recorded(case.inputs[0]).state_dict())
-    if not findings and (not isinstance(keys, list) or sorted(map(str, keys)) != names):
-        findings.append(
-            Finding(
-                f"the file has the names {keys}, the model's state_dict {names}. "
-                + (
-                    "Whoever loads it has no DDP around the model."
-                    if isinstance(keys, list) and any(str(k).startswith("module.") for k in keys)
-                    else "All of these, and these alone, are the model's weights and buffers."
-                ),
-                0,
-            )
+    if not isinstance(keys, list) or sorted(map(str, keys)) != names:
+        yield Finding(
+            f"the file has the names {keys}, the model's state_dict {names}. "
+            + (
+                "Whoever loads it has no DDP around the model."
+                if isinstance(keys, list) and any(str(k).startswith("module.") for k in keys)
+                else "All of these, and these alone, are the model's weights and buffers."
+            ),
+            0,
         )
-    for name in NAMES if not findings else ():
+        return
+    for name in NAMES:
         trained = answer.get(name)
         if not is_floats(trained, SHAPES[name]):
-            findings.append(
-                Finding(
-                    f"{name}: expected a trained model with values of shape {list(SHAPES[name])}.",
-                    0,
-                )
+            yield Finding(
+                f"{name}: expected a trained model with values of shape {list(SHAPES[name])}.", 0
             )
-            break
+            return
         what = f"{name} in the file, compared with the trained model"
         # Not `oracle.differs`: its tolerance depends on the largest value, which the rank chooses.
         if wrong := differs(
@@ -459,6 +448,5 @@ def judge_saved(case: Case) -> list[Finding]:
             atol=1e-6,
             hint="The file is written after each epoch, also if the loss has become larger.",
         ):
-            findings.append(wrong)
-            break
-    return findings
+            yield wrong
+            return

@@ -109,10 +109,9 @@ def judge_rejoin(case: Case) -> list[Finding]:
         ]
     if problem := _survived(given, plain(answer)):
         return [Finding(f"{story} {problem}", 0)]
-    findings: list[Finding] = []
-    judge_training(findings, given, answer, f"{story} {_why(given, answer.get('losses'))}")
-    if findings:
-        return findings
+    hint = f"{story} {_why(given, answer.get('losses'))}"
+    if wrong := judge_training(given, answer, hint):
+        return [wrong]
     for name in ("losses", *(k for k in given if k[0] == "p" and k[1:].isdigit())):
         whole = answer.get(f"whole/{name}")
         again = [answer.get(f"{run}/{name}") for run in ("done", "resumed")]

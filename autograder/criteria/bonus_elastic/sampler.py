@@ -267,15 +267,10 @@ def observe_order(sampler_class: Any, inputs: Values, context: Context) -> Value
     return answer
 
 
-def judge_order(case: Case) -> list[Finding]:
+def judge_order(case: Case) -> Iterator[Finding]:
     """The order depends on seed and epoch, and on nothing else."""
     given = case.inputs[0]
     per_epoch = _per_epoch(given)
-    findings: list[Finding] = []
-
-    def wrong(text: str, rank: int) -> None:
-        findings.append(Finding(text, rank))
-
     first_rank: Any = None
     for rank, answer in enumerate(map(plain, case.answers)):
         runs = answer.get("epochs")
@@ -283,35 +278,36 @@ def judge_order(case: Case) -> list[Finding]:
         read = [_read(run, [1] * 2 * per_epoch, given["num_samples"]) for run in runs]
         orders = [[i for batch in run for i in batch] for run in read if not isinstance(run, str)]
         if len(orders) < 3:
-            wrong(next(run for run in read if isinstance(run, str)), rank)
+            yield Finding(next(run for run in read if isinstance(run, str)), rank)
             continue
         one, again, other = orders
         half = len(one) // 2
         if one != again:
-            wrong(
+            yield Finding(
                 "two samplers with the same seed dealt in a different order. Where does the order "
                 "come from? The process's random numbers, and hash() of a text, differ from rank "
                 "to rank and after a restart.",
                 rank,
             )
         elif answer.get("touched") is not False:
-            wrong(
+            yield Finding(
                 "the process's random numbers are not what they were before: dropout would change "
                 "with every restart. Use a generator of your own.",
                 rank,
             )
         elif one[:half] == sorted(one[:half]):
-            wrong("the samples come in the order in which they lie: nothing is shuffled.", rank)
+            yield Finding(
+                "the samples come in the order in which they lie: nothing is shuffled.", rank
+            )
         elif one[:half] == one[half:]:
             text = "with seed=0 the second epoch has the order of the first: the epoch has to enter"
             other_seed = ", also if the seed is 0 (with another one it does)"
-            wrong(text + other_seed * (other[:half] != other[half:]) + ".", rank)
+            yield Finding(text + other_seed * (other[:half] != other[half:]) + ".", rank)
         elif one[:half] == other[:half] or one[half:] == other[half:]:
-            wrong("a different seed gives the same order: the seed has to enter.", rank)
+            yield Finding("a different seed gives the same order: the seed has to enter.", rank)
         elif first_rank is not None and first_rank != orders:
-            wrong("this rank deals in a different order than rank 0.", rank)
+            yield Finding("this rank deals in a different order than rank 0.", rank)
         first_rank = first_rank or orders
-    return findings
 
 
 # --- elastic_resize ------------------------------------------------------------------------------

@@ -400,7 +400,7 @@ def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values
     return {"seen": seen}
 
 
-def judge_keep(case: Case) -> list[Finding]:
+def judge_keep(case: Case) -> Iterator[Finding]:
     """The highest steps are left, and all files that are not checkpoints."""
     given, seen = case.inputs[0], plain(case.answers[0]).get("seen")
     for number, step in enumerate([*given["steps"][2:], given["steps"][-1]]):
@@ -409,13 +409,10 @@ def judge_keep(case: Case) -> list[Finding]:
         got = item_of(seen, number)
         if got != wanted:
             again = " once more" * (number + 2 == len(given["steps"]))
-            return [
-                Finding(
-                    f"after step {step}{again}, keep={given['keep']}: expected {wanted}, "
-                    f"got {got}. (Steps {given['steps'][0]} and {given['steps'][1]} were there "
-                    "before, as if copied from an earlier job: their files look newer than they "
-                    "are.)",
-                    0,
-                )
-            ]
-    return []
+            yield Finding(
+                f"after step {step}{again}, keep={given['keep']}: expected {wanted}, got {got}. "
+                f"(Steps {given['steps'][0]} and {given['steps'][1]} were there before, as if "
+                "copied from an earlier job: their files look newer than they are.)",
+                0,
+            )
+            return

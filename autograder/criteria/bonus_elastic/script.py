@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.bonus_elastic.training_job import (
@@ -44,52 +45,40 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
         }
 
 
-def judge_script(case: Case) -> list[Finding]:
+def judge_script(case: Case) -> Iterator[Finding]:
     """Losses and parameters are those of one process; all ranks save at the due steps."""
     given, answer = case.inputs[0], case.answers[0]
     job, ranks = given["job"], range(case.world_size)
-    findings: list[Finding] = []
     wanted = [["sampler", r, len(given["x"]), job["batch-size"], job["seed"]] for r in ranks]
     told = plain(answer)
     if not _same_calls(told.get("samplers"), wanted):
-        return [
-            Finding(
-                f"expected ElasticSampler({len(given['x'])}, {job['batch-size']}, "
-                f"seed={job['seed']}) once on every rank: the samples in --data, --batch-size and "
-                "--seed.",
-                0,
-            )
-        ]
-    judge_training(
-        findings,
+        yield Finding(
+            f"expected ElasticSampler({len(given['x'])}, {job['batch-size']}, seed={job['seed']}) "
+            "once on every rank: the samples in --data, --batch-size and --seed.",
+            0,
+        )
+        return
+    if wrong := judge_training(
         given,
         answer,
-        (
-            "The mean over all samples of the global batch counts, and shares are not equal here. "
-            "In the last batch of an epoch some ranks have no sample: they go through the same "
-            "calls."
-        ),
-    )
+        "The mean over all samples of the global batch counts, and shares are not equal here. In "
+        "the last batch of an epoch some ranks have no sample: they go through the same calls.",
+    ):
+        yield wrong
     if told.get("writers") != ["0"]:
-        findings.append(
-            Finding(f"ranks that wrote --out: {told.get('writers')}, expected rank 0 alone.", 0)
-        )
+        yield Finding(f"ranks that wrote --out: {told.get('writers')}, expected rank 0 alone.", 0)
     steps = [*range(job["every"], job["steps"], job["every"]), job["steps"]]
     if not _same_calls(told.get("saved"), [["save", r, step] for step in steps for r in ranks]):
-        findings.append(
-            Finding(
-                f"--every={job['every']} --steps={job['steps']}: save_together should be called "
-                f"once for each of the steps {steps}, on every rank; the calls were "
-                f"{_by_step(told.get('saved'))}. It is a collective, and the last step is saved, "
-                "too.",
-                0,
-            )
+        yield Finding(
+            f"--every={job['every']} --steps={job['steps']}: save_together should be called once "
+            f"for each of the steps {steps}, on every rank; the calls were "
+            f"{_by_step(told.get('saved'))}. It is a collective, and the last step is saved, too.",
+            0,
         )
     if not _same_calls(told.get("loaded"), [["load", r] for r in ranks]):
-        findings.append(
-            Finding("load_together should be called once on every rank, before the first step.", 0)
+        yield Finding(
+            "load_together should be called once on every rank, before the first step.", 0
         )
-    return findings
 
 
 def _same_calls(got: Any, wanted: list[list[Any]]) -> bool:

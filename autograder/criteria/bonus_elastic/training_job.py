@@ -164,12 +164,11 @@ def expected_training(inputs: Values) -> tuple[list[np.ndarray], np.ndarray]:
     return oracle.fit(model, optimizer, ((inputs["x"][b], inputs["y"][b]) for b in batches))
 
 
-def judge_training(findings: list[Finding], given: Values, answer: Values, hint: str) -> None:
+def judge_training(given: Values, answer: Values, hint: str) -> Finding | None:
     parameters, losses = expected_training(given)
     got = answer.get("losses")
     if wrong := oracle.differs(0, "losses in --out", got, losses, dtype="float64", hint=hint):
-        findings.append(wrong)
-        return
+        return wrong
     for i, expected in enumerate(parameters):
         got = answer.get(f"p{i}")
         if wrong := oracle.differs(
@@ -181,5 +180,5 @@ def judge_training(findings: list[Finding], given: Values, answer: Values, hint:
             hint=hint,
             terms=[given[f"p{i}"]],
         ):
-            findings.append(wrong)
-            return
+            return wrong
+    return None
