@@ -90,11 +90,11 @@ def grading_cluster(world_size: int) -> Cluster:
     return even_cluster(world_size, MESSAGE_BYTES / (MESSAGE_S - latency_s), latency_s)
 
 
-def judge_time(case: Case) -> list[Finding]:
+def judge_time(case: Case) -> Iterator[Finding]:
     """Passes are in the schedule's order, activations are real, the bubble is the theory's."""
-    findings = trouble(case) or [*_wrong_order(case)] or _wrong_activations(case)
-    if findings:
-        return findings
+    if findings := trouble(case) or [*_wrong_order(case)] or [*_wrong_activations(case)]:
+        yield from findings
+        return
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
     timeline = simulate(case.trace, grading_cluster(n))
     spans = [
@@ -107,17 +107,15 @@ def judge_time(case: Case) -> list[Finding]:
     busy_s = m * (FORWARD_S + BACKWARD_S)
     best_s = busy_s + (n - 1) * (FORWARD_S + BACKWARD_S + 2 * MESSAGE_S)
     if took_s > MOST_TIME * best_s:
-        return [
-            Finding(
-                f"{n} stages, {m} micro-batches of {1e3 * (FORWARD_S + BACKWARD_S):g} ms: took "
-                f"{took_s * 1e3:.2f} ms of virtual time, {best_s * 1e3:.2f} ms are possible (idle "
-                f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Is everything "
-                "sent as soon as it is there, and does no rank wait until it has arrived?"
-            )
-        ]
+        yield Finding(
+            f"{n} stages, {m} micro-batches of {1e3 * (FORWARD_S + BACKWARD_S):g} ms: took "
+            f"{took_s * 1e3:.2f} ms of virtual time, {best_s * 1e3:.2f} ms are possible (idle "
+            f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Is everything "
+            "sent as soon as it is there, and does no rank wait until it has arrived?"
+        )
+        return
     if took_s < 0.95 * best_s:
-        return [Finding(f"it took {took_s * 1e3:.2f} ms of virtual time: too little to be true.")]
-    return []
+        yield Finding(f"it took {took_s * 1e3:.2f} ms of virtual time: too little to be true.")
 
 
 def _wrong_order(case: Case) -> Iterator[Finding]:
@@ -136,7 +134,7 @@ def _wrong_order(case: Case) -> Iterator[Finding]:
             yield Finding(what, rank)
 
 
-def _wrong_activations(case: Case) -> list[Finding]:
+def _wrong_activations(case: Case) -> Iterator[Finding]:
     """A finding if a rank sent activations that its charged stage did not compute."""
     h, _ = parts.batch_of(case, 0)
     steps = case.inputs[0]["cases"][0]["schedule"]
@@ -160,14 +158,12 @@ def _wrong_activations(case: Case) -> list[Finding]:
             a.shape == b.shape and np.allclose(a, b, rtol=parts.RTOL, atol=ATOL)
             for a, b in zip(sent, right, strict=True)
         ):
-            return [
-                Finding(
-                    f"the {len(right)} activations of this stage, one message each in the order of "
-                    f"its forwards, did not reach rank {rank + 1}.",
-                    rank,
-                )
-            ]
-    return []
+            yield Finding(
+                f"the {len(right)} activations of this stage, one message each in the order of "
+                f"its forwards, did not reach rank {rank + 1}.",
+                rank,
+            )
+            return
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _rows(case: Case, source: int, target: int) -> np.ndarray:
     return numbers[: numbers.size // size * size].reshape(-1, size)
 
 
-def _wrong_content(case: Case) -> list[Finding]:
+def _wrong_content(case: Case) -> Iterator[Finding]:
     """A finding if an activation or gradient is missing in the messages between two neighbours.
 
     A gradient may have any factor, because `pipe_scale` checks what the loss is divided by.
@@ -102,13 +102,12 @@ def _wrong_content(case: Case) -> list[Finding]:
         for i, part in enumerate(h.split(SAMPLES)):
             near = np.isclose(on, part.numpy().ravel(), rtol=parts.RTOL, atol=ATOL)
             if not near.all(axis=1).any():
-                return [
-                    Finding(
-                        f"the activation of micro-batch {i} was not in what this rank sent to rank "
-                        f"{border + 1}.",
-                        border,
-                    )
-                ]
+                yield Finding(
+                    f"the activation of micro-batch {i} was not in what this rank sent to rank "
+                    f"{border + 1}.",
+                    border,
+                )
+                return
         for i, part in enumerate(grad.split(SAMPLES)):
             wanted = part.numpy().ravel()
             factors = np.clip(back, -1e30, 1e30) @ wanted / (wanted @ wanted)
@@ -120,14 +119,12 @@ def _wrong_content(case: Case) -> list[Finding]:
                     if back.any()
                     else "What goes back is the .grad of what was received, after backward."
                 )
-                return [
-                    Finding(
-                        f"the gradient of micro-batch {i}'s activation was not in what this rank "
-                        f"sent to rank {border}. {why}",
-                        border + 1,
-                    )
-                ]
-    return []
+                yield Finding(
+                    f"the gradient of micro-batch {i}'s activation was not in what this rank "
+                    f"sent to rank {border}. {why}",
+                    border + 1,
+                )
+                return
 
 
 def _still_here(case: Case, rank: int) -> int:
@@ -169,17 +166,16 @@ def _told_by(event: Event, rank: int) -> tuple[int | None, ...]:
     return event.ranks
 
 
-def _alone(case: Case) -> list[Finding]:
+def _alone(case: Case) -> Iterator[Finding]:
     """A finding if the call with one rank raised, or gave different gradients, but for a factor."""
     answer = case.answers[0]
     if isinstance(answer.get("raised"), str):
-        return [
-            Finding(
-                f"a call with one rank, the first and the last one at once: {answer['raised']}. "
-                "Does it send to somebody, or receive, though there is nobody?",
-                0,
-            )
-        ]
+        yield Finding(
+            f"a call with one rank, the first and the last one at once: {answer['raised']}. "
+            "Does it send to somebody, or receive, though there is nobody?",
+            0,
+        )
+        return
     first = parts.stages_of(case)[0]
     x = parts.batch_of(case, 0)[0][: ALONE * SAMPLES]
     oracle.mse(first(x), x).backward()
@@ -189,8 +185,7 @@ def _alone(case: Case) -> list[Finding]:
     if grads is None or not (
         factor > 1e-6 and np.abs(grads - factor * expected).max() < parts.RTOL * np.abs(grads).max()
     ):
-        return [Finding("a call with one rank: the gradients are not those of the batch.", 0)]
-    return []
+        yield Finding("a call with one rank: the gradients are not those of the batch.", 0)
 
 
 def _is_loss(event: Event) -> bool:
@@ -244,7 +239,7 @@ def judge_messages(case: Case) -> list[Finding]:
                     rank,
                 )
             )
-    return findings or _wrong_content(case) or [*_too_early(case)] or _alone(case)
+    return findings or [*_wrong_content(case)] or [*_too_early(case)] or [*_alone(case)]
 
 
 def _too_early(case: Case) -> Iterator[Finding]:

@@ -96,7 +96,7 @@ def draw_uneven(draw: Draw) -> list[Values]:
     return inputs
 
 
-def judge_scale(case: Case) -> list[Finding]:
+def judge_scale(case: Case) -> Iterator[Finding]:
     """The last stage's gradients are those of the mean loss, not a multiple of them."""
     last = case.world_size - 1
     for number, each in enumerate(case.inputs[0]["cases"]):
@@ -104,7 +104,8 @@ def judge_scale(case: Case) -> list[Finding]:
         expected = parts.solve(case, number)[1][last]
         grads = parts.vector(case.answers[last].get(f"g/{number}"), expected)
         if grads is None:
-            return [Finding("no finite gradients came back.", last)]
+            yield Finding("no finite gradients came back.", last)
+            return
         factor = parts.scale_of(grads, expected)
         if abs(factor - 1) > parts.RTOL:
             why = ""
@@ -117,14 +118,12 @@ def judge_scale(case: Case) -> list[Finding]:
                 why = " The loss was divided by M twice."
             elif abs(factor * case.world_size - m) < parts.RTOL * m:
                 why = " They were divided by the number of stages instead of micro-batches."
-            return [
-                Finding(
-                    f"{m} micro-batches: the gradients are {factor:.6g} times those of the batch's "
-                    f"mean loss.{why}",
-                    last,
-                )
-            ]
-    return []
+            yield Finding(
+                f"{m} micro-batches: the gradients are {factor:.6g} times those of the batch's "
+                f"mean loss.{why}",
+                last,
+            )
+            return
 
 
 def observe_uneven(run_pipeline: Any, inputs: Values, context: Context) -> Values:
@@ -138,7 +137,7 @@ def observe_uneven(run_pipeline: Any, inputs: Values, context: Context) -> Value
     return answer
 
 
-def judge_uneven(case: Case) -> list[Finding]:
+def judge_uneven(case: Case) -> Iterator[Finding]:
     """The weight of a micro-batch is its share of the samples, in gradients and loss.
 
     A factor that is wrong with micro-batches of equal size, too, is left to other criteria.
@@ -151,47 +150,44 @@ def judge_uneven(case: Case) -> list[Finding]:
     grads_of_equal = parts.vector(case.answers[last].get("g/1"), expected[1])
     what = f"micro-batches of {sizes} samples"
     if grads is None or grads_of_equal is None:
-        return [Finding("no finite gradients came back.", last)]
+        yield Finding("no finite gradients came back.", last)
+        return
     factor, equal = (
         parts.scale_of(*pair) for pair in zip((grads, grads_of_equal), expected, strict=True)
     )
     off = np.abs(grads - factor * expected[0]).max()
     if not grads.any() or off > parts.RTOL * np.abs(grads).max():
-        return [
-            Finding(
-                f"{what}: the gradients do not have the direction of the batch's. "
-                + (
-                    "A micro-batch of n out of N samples counts n / N: neither all alike, nor by "
-                    "the numbers in their targets."
-                    if grads.any()
-                    else "They are zero."
-                ),
-                last,
-            )
-        ]
+        yield Finding(
+            f"{what}: the gradients do not have the direction of the batch's. "
+            + (
+                "A micro-batch of n out of N samples counts n / N: neither all alike, nor by "
+                "the numbers in their targets."
+                if grads.any()
+                else "They are zero."
+            ),
+            last,
+        )
+        return
     if abs(equal - 1) <= parts.RTOL < abs(factor - 1):
-        return [
-            Finding(
-                f"{what}: the gradients are {factor:.6g} times those of the batch's mean loss, "
-                f"though right if all have 3 samples. N is the sum of all sizes: {sum(sizes)}.",
-                last,
-            )
-        ]
+        yield Finding(
+            f"{what}: the gradients are {factor:.6g} times those of the batch's mean loss, "
+            f"though right if all have 3 samples. N is the sum of all sizes: {sum(sizes)}.",
+            last,
+        )
+        return
     losses = [item_of(case.answers[last].get("losses"), k) for k in range(2)]
     is_right = [
         type(loss) is float and abs(loss - right) <= 1e-5 * abs(right)
         for loss, (right, _) in zip(losses, solved, strict=True)
     ]
     if is_right[1] and not is_right[0]:
-        return [
-            Finding(
-                f"{what}: the loss of the batch is {solved[0][0]:.6g}, returned was "
-                f"{short(losses[0])[:20]}. It is right if all have 3 samples: a micro-batch of n "
-                "out of N samples counts n / N in the loss, too.",
-                last,
-            )
-        ]
-    return []
+        yield Finding(
+            f"{what}: the loss of the batch is {solved[0][0]:.6g}, returned was "
+            f"{short(losses[0])[:20]}. It is right if all have 3 samples: a micro-batch of n "
+            "out of N samples counts n / N in the loss, too.",
+            last,
+        )
+        return
 
 
 def observe_loss(run_pipeline: Any, inputs: Values, context: Context) -> Values:

@@ -93,7 +93,7 @@ def _runs(tensors: list[np.ndarray], op: str) -> Iterator[np.ndarray]:
                     yield total
 
 
-def _without_content(case: Case) -> list[Finding]:
+def _without_content(case: Case) -> Iterator[Finding]:
     """A finding for the first rank that sent too few of the tensors' numbers and of their sums.
 
     Half of what a rank sends in a ring is enough, because separate checks detect a wrong sum.
@@ -108,15 +108,13 @@ def _without_content(case: Case) -> list[Finding]:
         numbers = carried.numbers_in(carried.payloads_of(sent, rank), "float32", 4 * count)
         found = carried.count_among(numbers, sums)
         if found < 0.98 * enough:
-            return [
-                Finding(
-                    f"this rank's messages held {found} different numbers of the ranks' tensors or "
-                    f"of their sums, expected at least {enough:.0f}: what goes round is the chunk "
-                    "that the rank before has sent, with its own added to it.",
-                    rank,
-                )
-            ]
-    return []
+            yield Finding(
+                f"this rank's messages held {found} different numbers of the ranks' tensors or "
+                f"of their sums, expected at least {enough:.0f}: what goes round is the chunk "
+                "that the rank before has sent, with its own added to it.",
+                rank,
+            )
+            return
 
 
 def _problem(case: Case) -> list[Finding]:
@@ -142,12 +140,13 @@ def _problem(case: Case) -> list[Finding]:
         ]
     if total < 4 * len(case.inputs[0]["x"]):
         return [Finding(f"only {total} bytes were sent by all ranks, too few for a sum.")]
-    return _without_content(case)
+    return [*_without_content(case)]
 
 
-def judge_bytes(case: Case) -> list[Finding]:
+def judge_bytes(case: Case) -> Iterator[Finding]:
     """No rank sends more than 2 (N - 1) of the longest chunks: no length before a chunk, say."""
     findings = _problem(case)
+    yield from findings
     n = case.world_size
     count = len(case.inputs[0]["x"])
     halves = -(-count // SHARE_OF_HALVES)
@@ -166,23 +165,22 @@ def judge_bytes(case: Case) -> list[Finding]:
                 reason = f"That is {sent / num_bytes:.1f} times the whole tensors."
             elif abs(sent - most * (1 + 2 * halves / num_bytes)) < SLACK_BYTES:
                 reason = "It would be that many if the 16-bit numbers travelled as 32 bits."
-            findings.append(
-                Finding(
-                    f"a tensor of {count} float32 and one of {halves} float16 on {n} ranks: this "
-                    f"rank sent {sent} bytes, {most} are enough: 2 (N - 1) / N of the "
-                    f"{num_bytes} bytes, rounded up to whole chunks. {reason}",
-                    rank,
-                )
+            yield Finding(
+                f"a tensor of {count} float32 and one of {halves} float16 on {n} ranks: this "
+                f"rank sent {sent} bytes, {most} are enough: 2 (N - 1) / N of the "
+                f"{num_bytes} bytes, rounded up to whole chunks. {reason}",
+                rank,
             )
-    return findings
 
 
-def judge_neighbours(case: Case) -> list[Finding]:
+def judge_neighbours(case: Case) -> Iterator[Finding]:
     """Rank r sends to rank r + 1, and to nobody else; nobody waits for all."""
     findings = _problem(case)
+    yield from findings
     for rank, events in enumerate(case.trace.events if not findings else ()):
         if any(e.kind == "issue" and e.collective == "barrier" for e in events):
-            return [Finding("it calls a barrier: only sends and receives are allowed here.", rank)]
+            yield Finding("it calls a barrier: only sends and receives are allowed here.", rank)
+            return
     n = case.world_size
     for rank in range(n) if not findings and n > 1 else ():
         reached = sorted({m.ranks[1] for m in _messages(case, rank)})
@@ -190,14 +188,11 @@ def judge_neighbours(case: Case) -> list[Finding]:
             why = "In a ring every rank sends to the next one."
             if len(reached) > 1:
                 why = "In a ring each link carries one stream; these share one link among them."
-            findings.append(
-                Finding(
-                    f"this rank sent to {named_ranks(reached)}, expected rank {(rank + 1) % n} "
-                    f"only. {why}",
-                    rank,
-                )
+            yield Finding(
+                f"this rank sent to {named_ranks(reached)}, expected rank {(rank + 1) % n} "
+                f"only. {why}",
+                rank,
             )
-    return findings
 
 
 def judge_messages(case: Case) -> list[Finding]:

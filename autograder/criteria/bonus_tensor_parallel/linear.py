@@ -98,9 +98,8 @@ def _explain_slice(case: Case, name: str, rank: int) -> str:
     return ""
 
 
-def judge_slices(case: Case) -> list[Finding]:
+def judge_slices(case: Case) -> Iterator[Finding]:
     """Requires the rank's slice of weight and bias only, and a ValueError for uneven splits."""
-    findings: list[Finding] = []
     n = case.world_size
     for rank, answer in enumerate(case.answers):
         for kind in ("column", "row"):
@@ -112,43 +111,32 @@ def judge_slices(case: Case) -> list[Finding]:
                 for name, what, part in zip(names, whats, parts, strict=True)
             )
             if wrong := next(filter(None, wrongs), None):
-                findings.append(wrong)
+                yield wrong
                 break
             held, wanted = answer.get(f"{kind} count"), sum(part.size for part in parts)
             if held != wanted or answer.get(f"{kind} trains") is not True:
-                findings.append(
-                    Finding(
-                        f"{kind.title()}ParallelLinear has {str(held)[:20]} numbers in its "
-                        f"parameters, expected {wanted}: weight and bias are its nn.Parameters, "
-                        "and nothing else.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{kind.title()}ParallelLinear has {str(held)[:20]} numbers in its parameters, "
+                    f"expected {wanted}: weight and bias are its nn.Parameters, and nothing else.",
+                    rank,
                 )
             elif answer.get(f"{kind} keeps") is not False:
-                findings.append(
-                    Finding(
-                        f"{kind.title()}ParallelLinear keeps the whole layer alive: its weight is "
-                        "still there after the last other reference to it has gone.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{kind.title()}ParallelLinear keeps the whole layer alive: its weight is "
+                    "still there after the last other reference to it has gone.",
+                    rank,
                 )
             elif answer.get(f"{kind} bare") is not True:
-                findings.append(
-                    Finding(
-                        f"{kind.title()}ParallelLinear of a layer without bias: expected bias "
-                        "None.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{kind.title()}ParallelLinear of a layer without bias: expected bias None.",
+                    rank,
                 )
             elif n > 1 and kind not in list_of(answer.get("refused")):
-                findings.append(
-                    Finding(
-                        f"{kind.title()}ParallelLinear of {n + 1} features on {n} ranks: expected "
-                        "a ValueError.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{kind.title()}ParallelLinear of {n + 1} features on {n} ranks: expected "
+                    "a ValueError.",
+                    rank,
                 )
-    return findings
 
 
 # --- what they compute ---------------------------------------------------------------------------
