@@ -224,22 +224,22 @@ def explain_numbers(got: Sequence[Any], means: Sequence[np.ndarray], world_size:
 
 def same_direction(
     case: Case, rank: int, name: str, expected: Sequence[np.ndarray]
-) -> list[Finding]:
+) -> Finding | None:
     """A finding unless the parameters moved as expected, up to one positive common factor."""
     inputs, answer = case.inputs[0], case.answers[rank]
     moved, wanted = [], []
     for i, value in enumerate(expected):
         got, start = answer.get(f"{name}{i}"), inputs[f"p{i}"].astype(np.float64)
         if not is_floats(got, start.shape):
-            return [Finding(f"parameter {i}: nothing of its shape was returned.", rank)]
+            return Finding(f"parameter {i}: nothing of its shape was returned.", rank)
         if not np.isfinite(got).all() or np.abs(got).max(initial=0) > 1e6:
-            return [Finding(f"parameter {i} is not finite, or huge.", rank)]
+            return Finding(f"parameter {i} is not finite, or huge.", rank)
         moved.append((got - start).ravel())
         wanted.append((value - start).ravel())
     u, e = np.concatenate(moved), np.concatenate(wanted)
     factor = float(u @ e / max(e @ e, 1e-30))
     if not factor > 1e-3:
-        return [Finding("the parameters have not moved, or not along the gradient.", rank)]
+        return Finding("the parameters have not moved, or not along the gradient.", rank)
     scale = float(np.abs(e).max())
 
     def off_by(factor: float) -> list[np.ndarray]:
@@ -249,7 +249,7 @@ def same_direction(
         ]
 
     if not any(off.any() for off in off_by(factor)):
-        return []
+        return None
     # With the factor that fits all, none may be right: then another one shows the place.
     others = [(other, off_by(other)) for other in (factor, 1.0, float(case.world_size))]
     counted = [(sum(int(off.sum()) for off in offs), other, offs) for other, offs in others]
@@ -258,7 +258,7 @@ def same_direction(
     said = _off_place(inputs, i, offs[i], moved[i], wanted[i])
     if factor != 1 and 2 * count < len(e):
         said += f" Most other changes are {factor:.3g} times as large as expected."
-    return [Finding(said, rank)]
+    return Finding(said, rank)
 
 
 def _off_place(inputs: Values, i: int, off: np.ndarray, one: np.ndarray, other: np.ndarray) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -175,49 +176,41 @@ def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -
     return f"expected the norm {norm:.6g}, got {got:.6g}. {why}"
 
 
-def judge_cost(case: Case) -> list[Finding]:
+def judge_cost(case: Case) -> Iterator[Finding]:
     """Requires one collective per call over all ranks, of at most 4 numbers, in full precision."""
-    calls, findings = len(case.inputs[0]["limits"]), []
+    calls = len(case.inputs[0]["limits"])
     whole = {c.key: reaches_all(c, case.world_size) for c in case.trace.collectives}
     payloads = {c.key: c.payloads for c in case.trace.collectives}
     for rank, events in enumerate(case.trace.events):
         if not isinstance(case.answers[rank].get("norms"), list):
-            findings.append(Finding("no norms were returned.", rank))
+            yield Finding("no norms were returned.", rank)
             continue
         mine = [e for e in events if e.kind == "issue" and e.collective != "barrier"]
         bad = [e for e in mine if e.numel > MOST_NUMBERS or e.dtype not in FLOATS]
         if bad:
-            findings.append(
-                Finding(
-                    f"{bad[0].collective} of {bad[0].dtype}, numbers: {bad[0].numel}. "
-                    "One number says it all, the sum of squares, in float32 or float64, whatever "
-                    "the shares are.",
-                    rank,
-                )
+            yield Finding(
+                f"{bad[0].collective} of {bad[0].dtype}, numbers: {bad[0].numel}. One number says "
+                "it all, the sum of squares, in float32 or float64, whatever the shares are.",
+                rank,
             )
         elif case.world_size > 1 and (
             len(mine) != calls or not all(whole.get(e.key) for e in mine)
         ):
-            findings.append(
-                Finding(
-                    f"{len(mine)} collectives for {calls} calls, expected one each, over all "
-                    f"{case.world_size} ranks.",
-                    rank,
-                )
+            yield Finding(
+                f"{len(mine)} collectives for {calls} calls, expected one each, over all "
+                f"{case.world_size} ranks.",
+                rank,
             )
         elif case.world_size > 1:
             for number, event in enumerate(mine):
                 if not _says_norm(case, rank, number, payloads[event.key].get(rank)):
-                    findings.append(
-                        Finding(
-                            f"call {number}: what travelled has nothing to do with this rank's "
-                            "shares, and the norm that was returned is not that of all shares. The "
-                            "number that travels is the sum of squares.",
-                            rank,
-                        )
+                    yield Finding(
+                        f"call {number}: what travelled has nothing to do with this rank's "
+                        "shares, and the norm that was returned is not that of all shares. The "
+                        "number that travels is the sum of squares.",
+                        rank,
                     )
                     break
-    return findings
 
 
 def _says_norm(case: Case, rank: int, number: int, sent: Any) -> bool:

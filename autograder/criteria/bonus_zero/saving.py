@@ -195,7 +195,7 @@ def _rates(optimizer: Any) -> list[float]:
         return []
 
 
-def judge_resume(case: Case) -> list[Finding]:
+def judge_resume(case: Case) -> Iterator[Finding]:
     """Requires that the loaded optimiser takes the same steps as the original optimiser.
 
     Loading leaves learning rates alone, and keeps no more of the state than a share.
@@ -206,31 +206,28 @@ def judge_resume(case: Case) -> list[Finding]:
         "after the checkpoint",
         "All of the state has to come back, AdamW's count of steps too, and to each rank its own.",
     )
+    yield from findings
     state_bytes = 2 * 4 * sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
-    for rank, answer in enumerate(case.answers):
+    for rank, answer in enumerate(case.answers) if not findings else ():
         rates, kept = answer.get("rates"), answer.get("kept")
-        if findings:
-            break
         if not isinstance(rates, list) or len(rates) != 2 or not isinstance(kept, int):
-            findings.append(Finding("nothing was loaded.", rank))
+            yield Finding("nothing was loaded.", rank)
         elif rates[0] != rates[1]:
-            findings.append(
-                Finding(
-                    f"the new optimiser was made with learning rates {rates[0]}; load_shards has "
-                    f"changed them to {rates[1]}. Learning rates are saved by others.",
-                    rank,
-                )
+            yield Finding(
+                f"the new optimiser was made with learning rates {rates[0]}; load_shards has "
+                f"changed them to {rates[1]}. Learning rates are saved by others.",
+                rank,
             )
         elif case.world_size > 1 and kept > KEPT_AT_MOST * state_bytes:
-            findings.append(
-                Finding(
-                    f"after load_shards the optimiser keeps {kept} bytes that are new. The whole "
-                    f"state, of all ranks, has {state_bytes}: expected this rank's share. A part "
-                    "that is a view keeps the whole vector alive.",
-                    rank,
-                )
+            yield Finding(
+                f"after load_shards the optimiser keeps {kept} bytes that are new. The whole "
+                f"state, of all ranks, has {state_bytes}: expected this rank's share. A part that "
+                "is a view keeps the whole vector alive.",
+                rank,
             )
-    return findings
+        else:
+            continue
+        return
 
 
 def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Finding]:

@@ -133,42 +133,37 @@ def _gradient_problem(case: Case, step: _LastStep) -> Finding | None:
     return None
 
 
-def _share_problem(case: Case, steps: list[_LastStep]) -> list[Finding]:
+def _share_problem(case: Case, steps: list[_LastStep]) -> Finding | None:
     """A finding if a rank sent more than its share, or if no rank sent some new parameters."""
     share = sum(-(-sum(s[0] for s in shapes) // case.world_size) for shapes in GROUPS)
     for step in steps:
         count = len(step.sent(step.copies))
         if count > SHARE_SLACK * share + 8:
-            return [
-                Finding(
-                    f"this rank sent {count} numbers beyond reductions, expected {share}: the "
-                    f"parameters that it has updated, 1/{case.world_size} of {_numel(case)}.",
-                    step.rank,
-                )
-            ]
+            return Finding(
+                f"this rank sent {count} numbers beyond reductions, expected {share}: the "
+                f"parameters that it has updated, 1/{case.world_size} of {_numel(case)}.",
+                step.rank,
+            )
     everything = np.concatenate([step.sent(step.copies) for step in steps])
     for rank, answer in enumerate(case.answers):
         arrays = [answer[f"p{i}"] for i in range(len(case.inputs[0]["shapes"]))]
         final = np.concatenate([np.asarray(a, dtype=np.float64).ravel() for a in arrays])
         found = _contained(final, everything)
         if found < 0.99:
-            return [
-                Finding(
-                    f"only {100 * found:.0f} % of the new parameters were sent by the rank that "
-                    "updated them, in an all-gather or a broadcast to all ranks. Does every rank "
-                    "update all of them by itself?",
-                    rank,
-                )
-            ]
-    return []
+            return Finding(
+                f"only {100 * found:.0f} % of the new parameters were sent by the rank that "
+                "updated them, in an all-gather or a broadcast to all ranks. Does every rank "
+                "update all of them by itself?",
+                rank,
+            )
+    return None
 
 
 def _prepare(case: Case) -> list[Finding] | list[_LastStep]:
     """Each rank's last step, or findings if the training was not right up to a factor."""
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
-    wrong = [
-        f for r in range(case.world_size) for f in harness.same_direction(case, r, "p", expected)
-    ]
+    found = [harness.same_direction(case, r, "p", expected) for r in range(case.world_size)]
+    wrong = [finding for finding in found if finding]
     return wrong or [_LastStep(case, rank) for rank in range(case.world_size)]
 
 
@@ -190,7 +185,7 @@ def _judge(case: Case, most_bytes: float, hint: str) -> list[Finding]:
             )
         if problem:
             return [problem]
-    return _share_problem(case, steps)
+    return [problem] if (problem := _share_problem(case, steps)) else []
 
 
 def _scattered(case: Case, step: _LastStep) -> str:

@@ -296,9 +296,9 @@ def judge_special(case: Case) -> Iterator[Finding]:
     """Requires SGD with momentum, in which a missing gradient counts as zeros."""
     expected = harness.trained(case, torch.optim.SGD, MOMENTUM)[-1]
     for rank in range(case.world_size):
-        for finding in harness.same_direction(case, rank, "p", expected):
+        if wrong := harness.same_direction(case, rank, "p", expected):
             why = _why_special(case, rank, expected)
-            yield Finding(f"{finding.message} {why}".rstrip(), rank)
+            yield Finding(f"{wrong.message} {why}".rstrip(), rank)
 
 
 _WRONG_MEANS = (
@@ -354,9 +354,8 @@ def observe_accumulate(zero: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_accumulate(case: Case) -> list[Finding]:
+def judge_accumulate(case: Case) -> Iterator[Finding]:
     """Requires after each micro-batch the sum of all means over ranks so far, in shares."""
-    findings: list[Finding] = []
     count = len(case.inputs[0]["shapes"])
     for step in range(case.inputs[0]["steps"]):
         sums = [np.zeros(tuple(shape)) for shape in case.inputs[0]["shapes"]]
@@ -369,16 +368,14 @@ def judge_accumulate(case: Case) -> list[Finding]:
                 hint = harness.explain_numbers(got, sums, case.world_size)
                 if micro and harness.same_numbers(got, means) is None:
                     hint = "That is the last micro-batch's alone: parts add up in the shards."
-                findings.append(Finding(f"{where}: {problem} {hint}".rstrip()))
-                return findings
-            for rank, answer in enumerate(case.answers):
-                if answer.get(f"none{step}/{micro}") is not True:
-                    findings.append(
-                        Finding(f"{where}: a p.grad is left after reduce(), expected None.", rank)
-                    )
-            if findings:
-                return findings
-    return findings
+                yield Finding(f"{where}: {problem} {hint}".rstrip())
+                return
+            none_left = [answer.get(f"none{step}/{micro}") is True for answer in case.answers]
+            for rank, none in enumerate(none_left):
+                if not none:
+                    yield Finding(f"{where}: a p.grad is left after reduce(), expected None.", rank)
+            if not all(none_left):
+                return
 
 
 def draw_order(draw: Draw) -> list[Values]:
@@ -408,12 +405,9 @@ def observe_order(zero: Any, inputs: Values, context: Context) -> Values:
     return harness.arrays_of(parameters, "p")
 
 
-def judge_order(case: Case) -> list[Finding]:
+def judge_order(case: Case) -> Iterator[Finding]:
     """Requires that no collective met a different one, and that no gradient was lost."""
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
-    found = [harness.same_direction(case, r, "p", expected) for r in range(case.world_size)]
-    return [
-        Finding(f"{f.message} On each rank different gradients were missing.", f.rank)
-        for findings in found
-        for f in findings
-    ]
+    for rank in range(case.world_size):
+        if wrong := harness.same_direction(case, rank, "p", expected):
+            yield Finding(f"{wrong.message} On each rank different gradients were missing.", rank)
