@@ -254,20 +254,17 @@ def _run(
 
 def _judge_update(
     case: Case,
-    findings: list[Finding],
     rank: int,
     number: int,
     factor: float,
     hint: str,
     of: Sequence[Values] = (),
-) -> None:
-    """The weights moved by -lr * factor * mean gradient, to the precision of the dtype.
+) -> Finding | None:
+    """A finding unless the weights moved by -lr * factor * mean gradient, within the tolerance.
 
     Args:
         of: the inputs of the ranks whose mean it is; all of them if empty.
     """
-    if any(finding.rank == rank for finding in findings):
-        return
     inputs, answer = case.inputs[rank], case.answers[rank]
     call = inputs["calls"][number]
     before = oracle.parameters_of(inputs)
@@ -276,25 +273,21 @@ def _judge_update(
     for i, (start, update) in enumerate(zip(before, expected, strict=True)):
         got = answer.get(f"p{number}/{i}")
         if not is_floats(got, start.shape):
-            findings.append(Finding(f"parameter {i}: no value of its shape was left.", rank))
-            return
+            return Finding(f"parameter {i}: no value of its shape was left.", rank)
         moved = got.astype(np.float64) - start
         if not np.isfinite(moved).all():
-            findings.append(Finding(f"parameter {i} is not finite after the step.", rank))
-            return
+            return Finding(f"parameter {i} is not finite after the step.", rank)
         # Weights are float32: adding a tiny update to them rounds it.
         allowed = TOLERANCE * largest + 1e-6
         if np.abs(moved - update).max() > allowed:
             place = int(np.abs(moved - update).argmax())
-            findings.append(
-                Finding(
-                    f"{call['k']} micro-batches in {call['dtype']}: parameter {i} moved by "
-                    f"{moved.ravel()[place]:.4g} at {place}, expected "
-                    f"{update.ravel()[place]:.4g}. {hint}",
-                    rank,
-                )
+            return Finding(
+                f"{call['k']} micro-batches in {call['dtype']}: parameter {i} moved by "
+                f"{moved.ravel()[place]:.4g} at {place}, expected {update.ravel()[place]:.4g}. "
+                f"{hint}",
+                rank,
             )
-            return
+    return None
 
 
 def _texts(value: Any) -> list[str]:
@@ -302,67 +295,56 @@ def _texts(value: Any) -> list[str]:
     return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
 
 
-def judge_update(case: Case) -> list[Finding]:
+def judge_update(case: Case) -> Iterator[Finding]:
     """One step with the mean gradient of all micro-batches and ranks; forward runs in the dtype."""
-    findings: list[Finding] = []
+    found = [list(_wrong_calls(case, rank)) for rank in range(case.world_size)]
+    for findings in found:
+        yield from findings
     for rank, answer in enumerate(case.answers):
-        for number, call in enumerate(case.inputs[rank]["calls"]):
-            if told(answer, f"dtypes/{number}") != [call["dtype"]]:
-                findings.append(
-                    Finding(
-                        f"the first layer computed in {answer.get(f'dtypes/{number}')}, expected "
-                        f"{call['dtype']}: run forward under torch.autocast(device_type, "
-                        "dtype=dtype).",
-                        rank,
-                    )
-                )
-                break
-            if told(answer, "loss") is False:
-                findings.append(
-                    Finding("autocast was off when loss_fn was called: it belongs inside.", rank)
-                )
-                break
-            if told(answer, "backward") is True:
-                findings.append(
-                    Finding("autocast was on during backward: only forward and loss need it.", rank)
-                )
-                break
-            if told(answer, "cast") is True:
-                findings.append(
-                    Finding(
-                        "the targets reached loss_fn in a different dtype: autocast casts what an "
-                        "operation needs, the data stay as they are.",
-                        rank,
-                    )
-                )
-                break
-            if wrong := [d for d in _texts(told(answer, "devices")) if d != ELSEWHERE]:
-                findings.append(
-                    Finding(
-                        f"autocast was asked for the device type {wrong[0]!r}, and the data were "
-                        "on a different device: take it from them.",
-                        rank,
-                    )
-                )
-                break
-            if swapped := oracle.find_misused_loss(answer, rank):
-                findings.append(swapped)
-                break
-            _judge_update(
-                case,
-                findings,
+        if not found[rank] and (peak := too_much_memory(answer.get("peak"), rank)):
+            yield peak
+
+
+def _wrong_calls(case: Case, rank: int) -> Iterator[Finding]:
+    """What is wrong with a rank's calls: the first wrong step, and the first wrong forward pass."""
+    answer, wrong = case.answers[rank], None
+    for number, call in enumerate(case.inputs[rank]["calls"]):
+        if told(answer, f"dtypes/{number}") != [call["dtype"]]:
+            yield Finding(
+                f"the first layer computed in {answer.get(f'dtypes/{number}')}, expected "
+                f"{call['dtype']}: run forward under torch.autocast(device_type, dtype=dtype).",
                 rank,
-                number,
-                1.0,
-                "Divide each loss by their number, backward scaler.scale(loss), the last one (or "
-                "the only one) outside no_sync(), and let scaler.step(optimizer) make the one "
-                "step.",
             )
-    wrong = {finding.rank for finding in findings}
-    for rank, answer in enumerate(case.answers):
-        if rank not in wrong and (peak := too_much_memory(answer.get("peak"), rank)):
-            findings.append(peak)
-    return findings
+            return
+        if told(answer, "loss") is False:
+            yield Finding("autocast was off when loss_fn was called: it belongs inside.", rank)
+            return
+        if told(answer, "backward") is True:
+            yield Finding("autocast was on during backward: only forward and loss need it.", rank)
+            return
+        if told(answer, "cast") is True:
+            yield Finding(
+                "the targets reached loss_fn in a different dtype: autocast casts what an "
+                "operation needs, the data stay as they are.",
+                rank,
+            )
+            return
+        if others := [d for d in _texts(told(answer, "devices")) if d != ELSEWHERE]:
+            yield Finding(
+                f"autocast was asked for the device type {others[0]!r}, and the data were on a "
+                "different device: take it from them.",
+                rank,
+            )
+            return
+        if swapped := oracle.find_misused_loss(answer, rank):
+            yield swapped
+            return
+        hint = (
+            "Divide each loss by their number, backward scaler.scale(loss), the last one (or the "
+            "only one) outside no_sync(), and let scaler.step(optimizer) make the one step."
+        )
+        if not wrong and (wrong := _judge_update(case, rank, number, 1.0, hint)):
+            yield wrong
 
 
 def judge_scaler(case: Case) -> Iterator[Finding]:
@@ -392,13 +374,12 @@ def judge_scaler(case: Case) -> Iterator[Finding]:
                 break
 
 
-def judge_clip(case: Case) -> list[Finding]:
+def judge_clip(case: Case) -> Iterator[Finding]:
     """The limit applies to the true gradient, not to the scaled gradient.
 
     A gradient that was not divided by the number of micro-batches is for `judge_update`, and so is
     one that was not synchronised where there is a single micro-batch.
     """
-    findings: list[Finding] = []
     for rank in range(case.world_size):
         for number, call in enumerate(case.inputs[rank]["calls"]):
             size = norm(_mean_gradient(list(case.inputs), number))
@@ -410,11 +391,9 @@ def judge_clip(case: Case) -> list[Finding]:
             )
             own = [case.inputs[rank]] if call["k"] == 1 else []
             own_limit = limit / norm(_mean_gradient(own or list(case.inputs), number))
-            tries: list[list[Finding]] = [[], [], []]
-            _judge_update(case, tries[0], rank, number, min(1.0, limit / size), hint)
-            _judge_update(case, tries[1], rank, number, min(float(call["k"]), limit / size), hint)
-            _judge_update(case, tries[2], rank, number, min(1.0, own_limit), hint, own)
-            if all(tries):
-                findings += tries[0]
+            wrong = _judge_update(case, rank, number, min(1.0, limit / size), hint)
+            undivided = _judge_update(case, rank, number, min(float(call["k"]), limit / size), hint)
+            alone = _judge_update(case, rank, number, min(1.0, own_limit), hint, own)
+            if wrong and undivided and alone:
+                yield wrong
                 break
-    return findings

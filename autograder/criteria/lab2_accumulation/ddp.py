@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,7 @@ def judge_gradients(case: Case) -> list[Finding]:
         what = f"call {call}, {k} micro-batches per rank"
         if "again" in case.inputs[0] and call == len(case.inputs[0]["ks"]) - 1:
             what += f", with the very list of call {case.inputs[0]['again']}"
-        _judge_weights(case, findings, call, k, basis, expected, what, why)
+        findings += [*_judge_weights(case, findings, call, k, basis, expected, what, why)]
     return findings
 
 
@@ -154,7 +154,8 @@ def _judge_weights(
     expected: Sequence[float],
     what: str,
     why: Any,
-) -> None:
+) -> Iterator[Finding]:
+    """Judges the ranks on which nothing is wrong so far."""
     for rank, answer in enumerate(case.answers):
         if any(finding.rank == rank for finding in findings):
             continue
@@ -165,22 +166,17 @@ def _judge_weights(
             continue
         weights = weights_of(basis, got)
         if weights is None:
-            findings.append(
-                Finding(
-                    f"{what}: p.grad is not a sum of gradients of the ranks' micro-batches.", rank
-                )
+            yield Finding(
+                f"{what}: p.grad is not a sum of gradients of the ranks' micro-batches.", rank
             )
         elif not are_close(weights, expected):
             per_rank = (
                 f"rank {r}: {show(weights[r * k : r * k + k])}" for r in range(case.world_size)
             )
-            findings.append(
-                Finding(
-                    f"{what}: they entered this gradient with weights {'; '.join(per_rank)}. "
-                    "Expected "
-                    f"{_expected(expected, k)}. {why(weights, rank, k)}".strip(),
-                    rank,
-                )
+            yield Finding(
+                f"{what}: they entered this gradient with weights {'; '.join(per_rank)}. Expected "
+                f"{_expected(expected, k)}. {why(weights, rank, k)}".strip(),
+                rank,
             )
 
 
@@ -370,7 +366,7 @@ def judge_token_gradients(case: Case) -> list[Finding]:
             return ""
 
         what = f"micro-batches with {_expected(counts.tolist(), k)} tokens"
-        _judge_weights(case, findings, call, k, basis, expected.tolist(), what, why)
+        findings += [*_judge_weights(case, findings, call, k, basis, expected.tolist(), what, why)]
     wrong = {finding.rank for finding in findings}
     peaks = (
         too_much_memory(answer.get("peak"), rank)

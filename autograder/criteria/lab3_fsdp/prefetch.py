@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.common.emulated import even_cluster
@@ -32,7 +33,7 @@ def grading_cluster(world_size: int) -> Cluster:
     return even_cluster(world_size, bandwidth, LATENCY_S)
 
 
-def judge_prefetch_forward(case: Case) -> list[Finding]:
+def judge_prefetch_forward(case: Case) -> Iterator[Finding]:
     """In virtual time, the forward pass of one unit hides the all-gather of the next unit."""
     return _judge_prefetch(
         case,
@@ -41,7 +42,7 @@ def judge_prefetch_forward(case: Case) -> list[Finding]:
     )
 
 
-def judge_prefetch_backward(case: Case) -> list[Finding]:
+def judge_prefetch_backward(case: Case) -> Iterator[Finding]:
     """In virtual time, the backward pass of one unit hides the all-gather of the unit before it."""
     return _judge_prefetch(
         case,
@@ -50,35 +51,35 @@ def judge_prefetch_backward(case: Case) -> list[Finding]:
     )
 
 
-def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
+def _judge_prefetch(case: Case, direction: str, hint: str) -> Iterator[Finding]:
     steps = list(every_step(case))
     # That a gather brings the values of now is judged elsewhere.
     findings = [s if isinstance(s, Finding) else s.not_gathered(old=True) for s in steps]
+    yield from filter(None, findings)
     if any(findings):
-        return [finding for finding in findings if finding]
+        return
     # The last step is looked at: in the first one, a class may still learn the order of its units.
     last = [step for step in steps if isinstance(step, Step) and step.number == STEPS - 1]
     for step in last:
         if why := step.started_late(direction):
-            return [Finding(f"{direction}: {why} {hint}", step.rank)]
+            yield Finding(f"{direction}: {why} {hint}", step.rank)
+            return
     for step in every_evaluation(case) if direction == "forward" else ():
         if why := step.started_late(direction):
             when = f"forward under torch.no_grad(), pass {step.number - STEPS + 1} without backward"
-            return [Finding(f"{when}: {why} {hint}", step.rank)]
+            yield Finding(f"{when}: {why} {hint}", step.rank)
+            return
     timeline = simulate(case.trace, grading_cluster(case.world_size))
     efficiency = min(
         _efficiency(timeline.event_times[step.rank], getattr(step, direction), direction)
         for step in last
     )
-    if efficiency >= EFFICIENCY[direction]:
-        return []
-    return [
-        Finding(
+    if not efficiency >= EFFICIENCY[direction]:
+        yield Finding(
             f"{direction}: {efficiency:.2f} of the virtual time between the first and the last "
             f"unit is compute, target {EFFICIENCY[direction]}: the units wait for their "
             f"parameters. {hint}"
         )
-    ]
 
 
 def _efficiency(times: Any, computes: list[int], direction: str) -> float:

@@ -48,20 +48,19 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_shards(case: Case) -> list[Finding]:
+def judge_shards(case: Case) -> Iterator[Finding]:
     """Every value is on one rank; each rank holds 1/N of parameters, gradients and state.
 
     How a unit is cut, and to what length it is filled up, is free.
     """
-    findings = list(_wrong_values(case))
+    yield from _wrong_values(case)
     for rank, answer in enumerate(case.answers):
         if (kind := told(answer, "is")) != "":
-            why = f"local_parameters() returned a {kind}, expected a list."
-            findings.append(Finding(why, rank))
+            yield Finding(f"local_parameters() returned a {kind}, expected a list.", rank)
         elif (left := told(answer, "left")) != []:
             why = f"after backward() there are whole gradients: {left}."
-            findings.append(Finding(f"{why} Let them go, p.grad = None, once reduced.", rank))
-    return findings + list(_too_much(case))
+            yield Finding(f"{why} Let them go, p.grad = None, once reduced.", rank)
+    yield from _too_much(case)
 
 
 def _wrong_values(case: Case) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -120,54 +121,46 @@ def _choose_samples(device: torch.device) -> int:
     return samples
 
 
-def judge_speed(case: Case) -> list[Finding]:
+def judge_speed(case: Case) -> Iterator[Finding]:
     """At least LEAST_SPEEDUP times as fast as in float32, with the same loss."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         full, mixed = (
             gpu_meter.positive(answer.get(f"{name}/seconds"), ROUNDS) for name in ("full", "mixed")
         )
         if full is None or mixed is None:
-            findings.append(Finding(f"expected {ROUNDS} times in seconds.", rank))
+            yield Finding(f"expected {ROUNDS} times in seconds.", rank)
             continue
         ratio = gpu_meter.median_ratio(full, mixed)
         if not ratio >= LEAST_SPEEDUP:
-            findings.append(
-                Finding(
-                    f"a step of {answer.get('samples')} samples took {np.median(mixed) * 1e3:.1f} "
-                    f"ms in {answer.get('dtype')}, {np.median(full) * 1e3:.1f} ms in float32: "
-                    f"expected at least {LEAST_SPEEDUP:g} times as fast, got {ratio:.2f} times. Do "
-                    "all matrix products run under autocast, the model's and the loss's?",
-                    rank,
-                )
+            yield Finding(
+                f"a step of {answer.get('samples')} samples took {np.median(mixed) * 1e3:.1f} "
+                f"ms in {answer.get('dtype')}, {np.median(full) * 1e3:.1f} ms in float32: "
+                f"expected at least {LEAST_SPEEDUP:g} times as fast, got {ratio:.2f} times. Do "
+                "all matrix products run under autocast, the model's and the loss's?",
+                rank,
             )
-        _judge_loss(findings, rank, answer)
-    return findings
+        yield from _judge_loss(rank, answer)
 
 
-def judge_memory(case: Case) -> list[Finding]:
+def judge_memory(case: Case) -> Iterator[Finding]:
     """At most MOST_MEMORY times the peak memory of float32, with the same loss."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         full, mixed = (answer.get(f"{name}/bytes") for name in ("full", "mixed"))
         if not (isinstance(full, int) and isinstance(mixed, int) and full > 0 and mixed > 0):
-            findings.append(Finding("expected two peaks in bytes.", rank))
+            yield Finding("expected two peaks in bytes.", rank)
             continue
         if mixed > MOST_MEMORY * full:
-            findings.append(
-                Finding(
-                    f"a step of {answer.get('samples')} samples needed {mixed / 2**30:.2f} GiB "
-                    f"beyond parameters and data in {answer.get('dtype')}, {full / 2**30:.2f} in "
-                    f"float32: expected at most {MOST_MEMORY:g} of that, got {mixed / full:.2f}. "
-                    "Are the activations in 16 bits, and is no float32 copy of them kept?",
-                    rank,
-                )
+            yield Finding(
+                f"a step of {answer.get('samples')} samples needed {mixed / 2**30:.2f} GiB "
+                f"beyond parameters and data in {answer.get('dtype')}, {full / 2**30:.2f} in "
+                f"float32: expected at most {MOST_MEMORY:g} of that, got {mixed / full:.2f}. "
+                "Are the activations in 16 bits, and is no float32 copy of them kept?",
+                rank,
             )
-        _judge_loss(findings, rank, answer)
-    return findings
+        yield from _judge_loss(rank, answer)
 
 
-def _judge_loss(findings: list[Finding], rank: int, answer: Values) -> None:
+def _judge_loss(rank: int, answer: Values) -> Iterator[Finding]:
     full, mixed = (answer.get(f"{name}/loss") for name in ("full", "mixed"))
     right = (
         isinstance(full, float)
@@ -175,10 +168,8 @@ def _judge_loss(findings: list[Finding], rank: int, answer: Values) -> None:
         and abs(mixed - full) <= LOSS_RTOL * abs(full)
     )
     if not right:
-        findings.append(
-            Finding(
-                f"the loss of the first step: expected {full} as in float32, within "
-                f"{LOSS_RTOL:.0%}, got {mixed}.",
-                rank,
-            )
+        yield Finding(
+            f"the loss of the first step: expected {full} as in float32, within "
+            f"{LOSS_RTOL:.0%}, got {mixed}.",
+            rank,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -242,47 +243,42 @@ def _explain(net: Values, key: str, expected: int, got: Any) -> str:
     return _HINTS[key]
 
 
-def judge_memory(case: Case) -> list[Finding]:
+def judge_memory(case: Case) -> Iterator[Finding]:
     """The reported bytes follow from the sizes, and the optimizer made a correct step."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         reports = told(answer, "reports")
         calls = [item_of(told(answer, "calls"), n) for n in range(len(inputs["cases"]))]
         if wrong := [c for c in calls if c != {"compute_loss": 1, "optimizer.step": 1}]:
-            findings.append(
-                Finding(
-                    f"expected one call each of compute_loss and optimizer.step: {wrong[0]}.", rank
-                )
+            yield Finding(
+                f"expected one call each of compute_loss and optimizer.step: {wrong[0]}.", rank
             )
             continue
         if answer.get("stepped") is not True:
-            findings.append(
-                Finding(
-                    "the parameters have not made one step with the gradients of compute_loss() "
-                    "alone: were older ones cleared?",
-                    rank,
-                )
+            yield Finding(
+                "the parameters have not made one step with the gradients of compute_loss() alone: "
+                "were older ones cleared?",
+                rank,
             )
             continue
         for number, net in enumerate(inputs["cases"]):
             report = item_of(reports, number)
             if not isinstance(report, dict):
-                findings.append(Finding(f"expected a dict of bytes, got {report}.", rank))
+                yield Finding(f"expected a dict of bytes, got {report}.", rank)
                 break
-            for key, expected in expected_bytes(net).items():
-                got = report.get(key)
-                if not isinstance(got, int) or got != expected:
-                    findings.append(
-                        Finding(
-                            f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
-                            f"{net['optimizer']}{_special(net)}: {key!r}: expected {expected} "
-                            f"bytes, got {got}. {_explain(net, key, expected, got)}",
-                            rank,
-                        )
-                    )
-            if findings and findings[-1].rank == rank:
+            off = [
+                (key, expected, report.get(key))
+                for key, expected in expected_bytes(net).items()
+                if not isinstance(report.get(key), int) or report[key] != expected
+            ]
+            for key, expected, got in off:
+                yield Finding(
+                    f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
+                    f"{net['optimizer']}{_special(net)}: {key!r}: expected {expected} bytes, got "
+                    f"{got}. {_explain(net, key, expected, got)}",
+                    rank,
+                )
+            if off:
                 break
-    return findings
 
 
 def _special(net: Values) -> str:

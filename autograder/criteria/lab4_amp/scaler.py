@@ -345,12 +345,11 @@ def _explain_unscaled(answer: Values, kind: str, gradients: Sequence[Any], scale
     return hint
 
 
-def judge_unscale(case: Case) -> list[Finding]:
+def judge_unscale(case: Case) -> Iterator[Finding]:
     """Gradients are divided once per step, by unscale_ or step; a second unscale_ is an error."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)
-        findings += _call_findings(answer, rank)
+        yield from _call_findings(answer, rank)
         for kind, what in UNSCALE_CASES.items():
             gradients = [inputs[f"{kind}/{i}"] for i in range(len(SHAPES))]
             before = start
@@ -362,11 +361,8 @@ def judge_unscale(case: Case) -> list[Finding]:
             if kind == "changed":
                 scale, began = scale * BACKOFF, f"; it began as {scale:g}"
             if kind != "implicit" and answer.get(f"in place/{kind}") is not True:
-                findings.append(
-                    Finding(
-                        f"{what}: p.grad is not the tensor it was. unscale_ works in place.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{what}: p.grad is not the tensor it was. unscale_ works in place.", rank
                 )
                 continue
             wrong = None
@@ -387,5 +383,4 @@ def judge_unscale(case: Case) -> list[Finding]:
                     hint="The step needs gradients that were divided exactly once.",
                 )
             if wrong:
-                findings.append(wrong)
-    return findings
+                yield wrong

@@ -123,29 +123,26 @@ def _leaves(value: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{place}[{key!r}]")
 
 
-def judge_roundtrip(case: Case) -> list[Finding]:
+def judge_roundtrip(case: Case) -> Iterator[Finding]:
     """load_newest returns None for a missing folder, later the exact state of the highest step."""
     given, answer = case.inputs[0], plain(case.answers[0])
-    findings: list[Finding] = []
-
-    def wrong(text: str) -> None:
-        findings.append(Finding(text, 0))
-
     if answer.get("missing") != "None":
-        wrong(
+        yield Finding(
             f"load_newest of a folder that does not exist: expected None, "
-            f"got {answer.get('missing')}."
+            f"got {answer.get('missing')}.",
+            0,
         )
     if answer.get("returned") != [True] * len(given["steps"]):
-        wrong("save_checkpoint: expected that it returns the path of its file.")
+        yield Finding("save_checkpoint: expected that it returns the path of its file.", 0)
     names = [name_of(step) for step in given["steps"]]
     if answer.get("files") != names:
         got = answer.get("files")
-        wrong(f"files after three saves with keep={MANY}: expected {names}, got {got}.")
+        yield Finding(f"files after three saves with keep={MANY}: expected {names}, got {got}.", 0)
     if answer.get("start") != "(0, {})":
-        wrong(
+        yield Finding(
             "an empty dict was saved for step 0, after larger states: expected load_newest to give "
-            f"(0, {{}}), got {str(answer.get('start'))[:200]}."
+            f"(0, {{}}), got {str(answer.get('start'))[:200]}.",
+            0,
         )
     last = given["steps"][-1]
     if (got := answer.get("step")) != last:
@@ -154,16 +151,16 @@ def judge_roundtrip(case: Case) -> list[Finding]:
             why = "All files step-….ckpt had been copied into a new folder before. " + one_file(
                 answer.get("beside")
             )
-        wrong(
+        yield Finding(
             f"saved {given['steps']}: expected load_newest to give step {last}, got "
-            f"{step_text(got) if isinstance(got, int) else got}. {why}"
+            f"{step_text(got) if isinstance(got, int) else got}. {why}",
+            0,
         )
-        return findings
+        return
     if answer.get("type") != "int":
-        wrong(f"the step from load_newest: expected an int, got {answer.get('type')}.")
+        yield Finding(f"the step from load_newest: expected an int, got {answer.get('type')}.", 0)
     if difference := _first_difference(case.answers[0], _state(given, last)):
-        findings.append(difference)
-    return findings
+        yield difference
 
 
 def _first_difference(answer: Values, state: Values) -> Finding | None:

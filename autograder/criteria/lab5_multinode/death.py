@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,38 +124,37 @@ def _after(
     return left
 
 
-def judge_atomic(case: Case) -> list[Finding]:
+def judge_atomic(case: Case) -> Iterator[Finding]:
     """A final name holds a whole checkpoint at any time, and what a death leaves harms nobody."""
     given, answer = case.inputs[0], plain(case.answers[0])
     if elsewhere := answer.get("elsewhere"):
-        return [
-            Finding(
-                "save_checkpoint writes to the machine's folder for temporary files, which is not "
-                f"there: {elsewhere} From another disk a file that is moved gets copied, and "
-                "a death leaves half of the copy. Write nothing outside of the given folder.",
-                0,
-            )
-        ]
+        yield Finding(
+            "save_checkpoint writes to the machine's folder for temporary files, which is not "
+            f"there: {elsewhere} From another disk a file that is moved gets copied, and "
+            "a death leaves half of the copy. Write nothing outside of the given folder.",
+            0,
+        )
+        return
     if beside := one_file(answer.get("beside")):
         alone = f"{name_of(given['steps'][0])}, copied alone into a new folder, is no checkpoint"
-        return [Finding(f"{alone} for load_newest, before any process has died. {beside}", 0)]
+        yield Finding(f"{alone} for load_newest, before any process has died. {beside}", 0)
+        return
     for what, again in (("new", ""), ("again", " once more")):
         step = given["steps"][2 if what == "new" else 1]
         seen = answer.get(what)
         if not isinstance(seen, list) or not seen:
-            return [
-                Finding(
-                    "a process was to die while it saved, but it made no file in the folder that "
-                    "save_checkpoint was given.",
-                    0,
-                )
-            ]
+            yield Finding(
+                "a process was to die while it saved, but it made no file in the folder that "
+                "save_checkpoint was given.",
+                0,
+            )
+            return
         for left in seen:
             left = left if isinstance(left, dict) else {}
             if problem := _problem(left, given["steps"], step, what):
                 text = f"a process that saved step {step}{again} died {left.get('when')}"
-                return [Finding(f"{text}: {problem}", 0)]
-    return []
+                yield Finding(f"{text}: {problem}", 0)
+                return
 
 
 def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
@@ -275,69 +274,61 @@ def _sum_of(file: str | Path) -> int:
         return 0
 
 
-def judge_durable(case: Case) -> list[Finding]:
+def judge_durable(case: Case) -> Iterator[Finding]:
     """The complete file was synced before the rename that gave the file its final name."""
     answer = plain(case.answers[0])
     for number, step in enumerate(case.inputs[0]["steps"][:2]):
         file = item_of(answer.get("files"), number)
         if problem := _not_durable(file, answer.get("log"), name_of(step)):
-            return problem
+            yield problem
+            return
     failed, told, named, gone = (item_of(answer.get("full"), number) for number in range(4))
     if failed is not True or (told is True and named is False and gone is False):
-        return []
+        return
     if named is False and told is True:
-        return [
-            Finding(
-                "the disk was full while the new checkpoint was written, and an older one was "
-                "deleted, though the new one has no name yet: delete none before that.",
-                0,
-            )
-        ]
-    did = "nobody was told" if named is False else "the file got its name all the same"
-    return [
-        Finding(
-            f"the disk was full, which os.fsync said (OSError: {os.strerror(errno.ENOSPC)}), and "
-            f"{did}. Let its error out of save_checkpoint: the file is not on the disk.",
+        yield Finding(
+            "the disk was full while the new checkpoint was written, and an older one was "
+            "deleted, though the new one has no name yet: delete none before that.",
             0,
         )
-    ]
+        return
+    did = "nobody was told" if named is False else "the file got its name all the same"
+    yield Finding(
+        f"the disk was full, which os.fsync said (OSError: {os.strerror(errno.ENOSPC)}), and "
+        f"{did}. Let its error out of save_checkpoint: the file is not on the disk.",
+        0,
+    )
 
 
-def _not_durable(file: Any, log: Any, name: str) -> list[Finding]:
+def _not_durable(file: Any, log: Any, name: str) -> Finding | None:
     """What is wrong with the order of the calls for one file, [inode, size, checksum]."""
     if not isinstance(file, list) or len(file) != 3 or not isinstance(log, list):
-        return [Finding(f"there is no {name} after save_checkpoint.", 0)]
+        return Finding(f"there is no {name} after save_checkpoint.", 0)
     sizes, sums = [], set()
     for kind, inode, what, content in log:
         if kind == "rename" and inode == file[0] and what == name:
             break
         if kind == "sync all":
-            return []
+            return None
         if kind == "sync" and inode == file[0]:
             sizes.append(what)
             sums.add(content)
     if file[1] in sizes and sums & {0, file[2]}:
-        return []
+        return None
     if file[1] in sizes:
-        return [
-            Finding(
-                "after the file was synced, something in it was written anew: after a power cut "
-                "that may be missing. os.fsync comes when the file is complete.",
-                0,
-            )
-        ]
-    if sizes:
-        return [
-            Finding(
-                f"when the file was synced it had {sizes[-1]} of its {file[1]} bytes: the rest was "
-                "in Python's own buffer. file.flush() comes before os.fsync(file.fileno()).",
-                0,
-            )
-        ]
-    return [
-        Finding(
-            "the file got its name before os.fsync was called on it. The kernel keeps written data "
-            "in memory for a while: after a power cut the name may be there and the data not.",
+        return Finding(
+            "after the file was synced, something in it was written anew: after a power cut "
+            "that may be missing. os.fsync comes when the file is complete.",
             0,
         )
-    ]
+    if sizes:
+        return Finding(
+            f"when the file was synced it had {sizes[-1]} of its {file[1]} bytes: the rest was "
+            "in Python's own buffer. file.flush() comes before os.fsync(file.fileno()).",
+            0,
+        )
+    return Finding(
+        "the file got its name before os.fsync was called on it. The kernel keeps written data "
+        "in memory for a while: after a power cut the name may be there and the data not.",
+        0,
+    )

@@ -8,6 +8,7 @@ are gathered, who reads a checkpoint, whether the model is loaded before or afte
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,36 +87,30 @@ def expected_training(
     return oracle.fit(model, optimizer, batches, after_step)
 
 
-def judge_script(case: Case) -> list[Finding]:
+def judge_script(case: Case) -> Iterator[Finding]:
     """Losses and parameters equal those of one process; only rank 0 writes, and when it should."""
     given, answer = case.inputs[0], case.answers[0]
-    findings = [wrong] if (wrong := _training(given, answer)) else []
+    if wrong := _training(given, answer):
+        yield wrong
     job, saved = given["job"], answer.get("saved")
     steps = [*range(job["every"], job["steps"] + 1, job["every"])]
     marks = [str(mark) for mark in saved] if isinstance(saved, list) else []
     by_zero = steps_saved(marks, 0)
     if by_zero != steps:
-        findings.append(
-            Finding(
-                f"--every={job['every']} --steps={job['steps']}: rank 0 should call "
-                f"save_checkpoint with the steps {steps}, the numbers of steps done, and no "
-                f"others; it called it with {by_zero}.",
-                0,
-            )
+        yield Finding(
+            f"--every={job['every']} --steps={job['steps']}: rank 0 should call "
+            f"save_checkpoint with the steps {steps}, the numbers of steps done, and no "
+            f"others; it called it with {by_zero}.",
+            0,
         )
     if any(not mark.endswith("-by-0") for mark in marks):
-        findings.append(
-            Finding(
-                "a rank other than 0 called save_checkpoint: two writers of one file spoil it. All "
-                "ranks have the same state, so rank 0 saves it.",
-                0,
-            )
+        yield Finding(
+            "a rank other than 0 called save_checkpoint: two writers of one file spoil it. All "
+            "ranks have the same state, so rank 0 saves it.",
+            0,
         )
     if answer.get("other_out") is not False:
-        findings.append(
-            Finding("a rank on node 1 wrote --out too. There local rank 0 is not rank 0.", 0)
-        )
-    return findings
+        yield Finding("a rank on node 1 wrote --out too. There local rank 0 is not rank 0.", 0)
 
 
 def _training(given: Values, answer: Values) -> Finding | None:

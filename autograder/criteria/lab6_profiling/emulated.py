@@ -247,20 +247,22 @@ def _sends_problem(case: Case, rank: int, step: int, local: list[np.ndarray]) ->
     return None
 
 
-def judge_efficiency(case: Case) -> list[Finding]:
+def judge_efficiency(case: Case) -> Iterator[Finding]:
     """At least 90 % of the steps' virtual time is computation.
 
     In every step all gradients travel, nothing waits while backward goes on, and what travels is
     waited for before the next step.
     """
-    findings = _missing_gradients(case) or _waits_in_backward(case) or _left_under_way(case)
-    if findings:
-        return findings
+    if wrong := _missing_gradients(case) or _waits_in_backward(case) or _left_under_way(case):
+        yield wrong
+        return
     values = case.inputs[0]
     compute_s = _compute_s(values)
     step_s = seconds_per_step(case)
     if compute_s / step_s >= EFFICIENCY:
-        return _late(case)
+        if wrong := _late(case):
+            yield wrong
+        return
     each = compute_s / _predicted(values, [[i] for bucket in values["plan"] for i in bucket])
     late = compute_s / (
         compute_s
@@ -280,23 +282,20 @@ def judge_efficiency(case: Case) -> list[Finding]:
             f"A step sent {sent} all-reduces for {len(values['plan'])} buckets, and each pays the "
             "latency: put all gradients of a bucket into one."
         )
-    return [
-        Finding(
-            f"efficiency {compute_s / step_s:.3f}, target {EFFICIENCY}: a step computes for "
-            f"{compute_s * 1e3:.1f} ms and takes {step_s * 1e3:.1f} ms of virtual time. Here each "
-            f"gradient alone gives {each:.2f}, the plan's buckets all after backward {late:.2f}. "
-            f"{hint}"
-        )
-    ]
+    yield Finding(
+        f"efficiency {compute_s / step_s:.3f}, target {EFFICIENCY}: a step computes for "
+        f"{compute_s * 1e3:.1f} ms and takes {step_s * 1e3:.1f} ms of virtual time. Here each "
+        f"gradient alone gives {each:.2f}, the plan's buckets all after backward {late:.2f}. {hint}"
+    )
 
 
-def _missing_gradients(case: Case) -> list[Finding]:
+def _missing_gradients(case: Case) -> Finding | None:
     """A finding on the first gradient that was in no all-reduce of its step, if any."""
     for rank in range(case.world_size):
         for step, gradients in enumerate(_local_gradients(case, rank)):
             found = _all_reduces(case, rank, step)
             if isinstance(found, Finding):
-                return [found]
+                return found
             sent = [
                 np.sort(np.asarray(c.payloads[rank], dtype=np.float64).ravel())
                 for c in found
@@ -305,52 +304,47 @@ def _missing_gradients(case: Case) -> list[Finding]:
             for layer, gradient in enumerate(gradients):
                 if not any(_holds(payload, gradient, case.world_size) for payload in sent):
                     why = f"the gradient of layer {layer} was in no all-reduce of step {step}."
-                    return [Finding(why, rank)]
-    return []
+                    return Finding(why, rank)
+    return None
 
 
-def _waits_in_backward(case: Case) -> list[Finding]:
+def _waits_in_backward(case: Case) -> Finding | None:
     """A finding if a rank waited for a collective and went on with backward, in any step."""
     for rank, events in enumerate(case.trace.events):
         for step in range(STEPS):
             backward = [i for i, e in enumerate(events) if is_compute(e, "backward", step)]
             part = events[backward[0] : backward[-1]]
             if any(e.kind == "wait" for e in part):
-                return [
-                    Finding(
-                        f"step {step}: an all-reduce was waited for while backward still had "
-                        "layers to go. Nothing waits before finish(): the network has a queue of "
-                        "its own.",
-                        rank,
-                    )
-                ]
-    return []
+                return Finding(
+                    f"step {step}: an all-reduce was waited for while backward still had layers to "
+                    "go. Nothing waits before finish(): the network has a queue of its own.",
+                    rank,
+                )
+    return None
 
 
-def _left_under_way(case: Case) -> list[Finding]:
+def _left_under_way(case: Case) -> Finding | None:
     """A finding if a rank began the next step, or ended, with an all-reduce that it had not waited
     for."""
     for rank, events in enumerate(case.trace.events):
         for step in range(STEPS):
             found = _all_reduces(case, rank, step)
             if isinstance(found, Finding):
-                return [found]
+                return found
             begins = [i for i, e in enumerate(events) if is_compute(e, "forward", step + 1)]
             part = events[: begins[0] if begins else None]
             waited = {e.key for e in part if e.kind == "wait"}
             if left := [n for n, c in enumerate(found) if c.key not in waited]:
-                return [
-                    Finding(
-                        f"step {step}: nobody waited for all-reduce {left[0]} of {len(found)}, so "
-                        "its gradients may be no mean yet when finish() returns. Collectives may "
-                        "end in a different order than that of their calls: wait for each.",
-                        rank,
-                    )
-                ]
-    return []
+                return Finding(
+                    f"step {step}: nobody waited for all-reduce {left[0]} of {len(found)}, so "
+                    "its gradients may be no mean yet when finish() returns. Collectives may "
+                    "end in a different order than that of their calls: wait for each.",
+                    rank,
+                )
+    return None
 
 
-def _late(case: Case) -> list[Finding]:
+def _late(case: Case) -> Finding | None:
     """A finding if a bucket was complete, in any step, and did not start before the next layer."""
     plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
     kinds = {c.key: c for c in case.trace.collectives if reaches_all(c, case.world_size)}
@@ -364,22 +358,20 @@ def _late(case: Case) -> list[Finding]:
                     due = sum(sizes[i] for bucket in plan[:count] for i in bucket)
                     if sent < due:
                         more = " One hook may have to start several buckets." * (sent > 0)
-                        return [
-                            Finding(
-                                f"step {step}: when backward came to layer {there - 1}, the first "
-                                f"{count} bucket{'s' * (count > 1)} of the plan could go, which "
-                                f"are {due} bytes, and {sent} bytes did. Each starts as soon as "
-                                "its gradients are there and all before it have started, in every "
-                                f"step.{more}",
-                                rank,
-                            )
-                        ]
+                        return Finding(
+                            f"step {step}: when backward came to layer {there - 1}, the first "
+                            f"{count} bucket{'s' * (count > 1)} of the plan could go, which "
+                            f"are {due} bytes, and {sent} bytes did. Each starts as soon as "
+                            "its gradients are there and all before it have started, in every "
+                            f"step.{more}",
+                            rank,
+                        )
                     there -= 1
                 elif event.kind == "issue" and event.key in kinds:
                     sent += kinds[event.key].nbytes
                 if there == 0:
                     break
-    return []
+    return None
 
 
 def _first_backward(events: Sequence[Any], step: int) -> int:
