@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats, told
+from autograder.criteria.common.answers import is_floats, same_array, told
 from autograder.criteria.criterion import Case, Finding, Values
 
 Start = Callable[[Values], tuple[nn.Module, torch.optim.Optimizer]]
@@ -131,21 +131,17 @@ def explain_broadcast(case: Case, answer: Values, name: str) -> str:
     if name.startswith("buffer"):
         hint = "It enters the forward pass like a weight, and no gradient will repair it."
         others = [n for n in first["names"] if n.startswith("buffer") and n not in first["deep"]]
-        if name in first["deep"] and all(_same(answer.get(n), first[n]) for n in others):
+        if name in first["deep"] and all(same_array(answer.get(n), first[n]) for n in others):
             hint += " It is in a layer of a block, not in the model itself or in its child."
     elif name in first["deep"]:
         hint += " It is in a layer of a block, not in the model itself or in its child."
     if name.startswith("frozen"):
         hint = "It is not trained, but it is used: frozen at another value on each rank."
-    if name.endswith("count") and _same(got, np.float32(first[name]).astype(np.int64)):
+    if name.endswith("count") and same_array(got, np.float32(first[name]).astype(np.int64)):
         hint = "It is an int64 and has to arrive exactly: it must not travel as a float32."
     elif oracle.agrees(got, oracle.mean([inputs[name] for inputs in case.inputs])):
         hint = "That is the mean over the ranks: every rank has to begin with rank 0's."
     return hint
-
-
-def _same(got: Any, wanted: Any) -> bool:
-    return isinstance(got, np.ndarray) and np.array_equal(got, wanted)
 
 
 # --- a restart -----------------------------------------------------------------------------------

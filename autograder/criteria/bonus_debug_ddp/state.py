@@ -22,7 +22,7 @@ from torch import nn
 
 from autograder.criteria.bonus_debug_ddp import causes
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import same_array, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 SHAPE = (3, 4)
@@ -321,7 +321,7 @@ def judge_random(case: Case) -> Iterator[Finding]:
             and differs(0, "", got, expected[0], rtol=1e-6, atol=1e-6) is None
         ):
             hint = "That is how rank 0 goes on: every rank has a state of its own."
-        if isinstance(got, np.ndarray) and np.array_equal(got, new):
+        if same_array(got, new):
             hint = "That is how a new process begins: the generator's state has to come back."
         goes_on = "A run that saves goes on as one that does not: save_checkpoint draws no numbers."
         for what, numbers, why in (

@@ -14,7 +14,7 @@ from autograder.criteria.bonus_elastic.training_job import (
     judge_training,
     start_job,
 )
-from autograder.criteria.common.answers import is_floats, item_of, plain
+from autograder.criteria.common.answers import is_floats, item_of, plain, same_array
 from autograder.criteria.common.survivors import TOO_EARLY, lives_on
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -115,12 +115,8 @@ def judge_rejoin(case: Case) -> list[Finding]:
     for name in ("losses", *(k for k in given if k[0] == "p" and k[1:].isdigit())):
         whole = answer.get(f"whole/{name}")
         again = [answer.get(f"{run}/{name}") for run in ("done", "resumed")]
-        same = (
-            is_floats(whole)
-            and np.isfinite(whole).all()
-            and all(isinstance(it, np.ndarray) and np.array_equal(whole, it) for it in again)
-        )
-        if not same:
+        is_finite = is_floats(whole) and np.isfinite(whole).all()
+        if not is_finite or not all(same_array(it, whole) for it in again):
             return [
                 Finding(
                     f"{SAME_SIZE} ranks without a break, and {SAME_SIZE} ranks from the checkpoint "

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import told
+from autograder.criteria.common.answers import same_array, told
 from autograder.criteria.common.places import alone
 from autograder.criteria.common.pretending import in_world_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
@@ -74,8 +74,7 @@ def judge_exchange(case: Case) -> Iterator[Finding]:
             what = f"incoming, {expected.size} numbers"
             hint = f"It should be what rank {before} sends, complete when exchange returns."
             after, got = (rank + 1) % case.world_size, answer.get(name)
-            theirs = isinstance(got, np.ndarray) and np.array_equal(got, case.inputs[after][name])
-            if after != before and theirs:
+            if after != before and same_array(got, case.inputs[after][name]):
                 hint = f"That is what rank {after} sends: send to rank + 1, receive from rank - 1."
             if wrong := differs(
                 rank, what, answer.get(name), expected, rtol=0.0, atol=0.0, hint=hint

@@ -20,7 +20,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     wrong_answer,
     wrong_part,
 )
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, same_array
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
@@ -90,7 +90,7 @@ def _explain_slice(case: Case, name: str, rank: int) -> str:
     if isinstance(got, np.ndarray) and got.size and not got.any():
         return "The check set `full` to zero when the layer was built: the part has to be a copy."
     first = part_of(name, case.inputs[rank][name], 0, n)
-    if rank == n - 1 > 0 and isinstance(got, np.ndarray) and np.array_equal(got, first):
+    if rank == n - 1 > 0 and same_array(got, first):
         return (
             "That is rank 0's part. This rank is alone on a second node here: is LOCAL_RANK taken "
             "for RANK?"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import item_of, told
+from autograder.criteria.common.answers import item_of, same_array, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- flat vectors --------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def judge_unflatten(case: Case) -> Iterator[Finding]:
                 size = int(np.prod(shape))
                 expected = flat[at : at + size].reshape(shape)
                 got = answer.get(f"t{number}/{i}")
-                if not isinstance(got, np.ndarray) or not np.array_equal(got, expected):
+                if not same_array(got, expected):
                     problem = f"tensor {i} does not have its numbers of the vector."
                     points = told(answer, f"points{number}")
                     if isinstance(points, list) and i in points:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of
+from autograder.criteria.common.answers import item_of, same_array
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -134,7 +134,7 @@ def judge(case: Case) -> list[Finding]:
                         rank, "a share", got, before * (limit / norm), dtype=dtype, hint=hint
                     ):
                         findings.append(wrong)
-                elif not isinstance(got, np.ndarray) or not np.array_equal(got, before):
+                elif not same_array(got, before):
                     findings.append(
                         Finding(
                             f"the norm {norm:.4g} is not above max_norm {limit:.4g}, and a share "

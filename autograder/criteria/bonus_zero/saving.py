@@ -16,7 +16,7 @@ import torch.distributed as dist
 from autograder.criteria.bonus_zero import harness
 from autograder.criteria.bonus_zero.values import FIRST, SECOND
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, same_array
 from autograder.criteria.common.tensor_memory import TensorMemory
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -123,7 +123,7 @@ def judge_saved(case: Case) -> list[Finding]:
                     rank,
                 )
             )
-        elif not isinstance(later, np.ndarray) or not np.array_equal(first, later):
+        elif not same_array(later, first):
             findings.append(
                 Finding(
                     "the state that was saved has changed with the next step: it is no copy.", rank

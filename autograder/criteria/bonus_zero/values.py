@@ -14,7 +14,7 @@ from torch import nn
 
 from autograder.criteria.bonus_zero import harness
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats, short
+from autograder.criteria.common.answers import is_floats, same_array, short
 from autograder.criteria.common.timed_collectives import TimedCollectives
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -118,8 +118,7 @@ def judge_reduce(case: Case) -> list[Finding]:
         ]
     for rank, answer in enumerate(case.answers):
         for i in range(len(case.inputs[0]["shapes"])):
-            start, value = case.inputs[0][f"p{i}"], answer.get(f"p{i}")
-            if not isinstance(value, np.ndarray) or not np.array_equal(value, start):
+            if not same_array(answer.get(f"p{i}"), case.inputs[0][f"p{i}"]):
                 findings.append(Finding("reduce() has changed a parameter.", rank))
                 break
     return findings
@@ -201,8 +200,7 @@ def _judge_history(
 
 
 def _why_adamw(case: Case, step: int, i: int, got: Any) -> str:
-    start = case.inputs[0][f"p{i}"]
-    if isinstance(got, np.ndarray) and got.shape == start.shape and np.array_equal(got, start):
+    if same_array(got, case.inputs[0][f"p{i}"]):
         return "It has not moved: are the updated shards written back into the parameters?"
     if step == 0:
         return (

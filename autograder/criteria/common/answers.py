@@ -36,6 +36,11 @@ def finite_floats(value: Any, shape: Sequence[int]) -> np.ndarray | None:
     )
 
 
+def same_array(got: Any, expected: np.ndarray) -> bool:
+    """Whether `got` is an array with the shape and values of `expected`, in any dtype."""
+    return isinstance(got, np.ndarray) and np.array_equal(got, expected)
+
+
 def as_number(value: Any) -> float | None:
     """A finite float, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle, weights
+from autograder.criteria.common.answers import same_array
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (6, 9, 5, 3)
@@ -117,7 +118,7 @@ def judge_weights(case: Case) -> Iterator[Finding]:
             output = model(x).detach().numpy()
             if wrong := oracle.differs(rank, "ddp(x)", answer.get("output"), output):
                 yield wrong
-            if _is_rounded(answer.get("frozen"), case.inputs[0]["frozen"]):
+            if same_array(answer.get("frozen"), case.inputs[0]["frozen"].astype(np.float32)):
                 yield Finding("a float64 parameter was rounded to float32 on its way.", rank)
             elif wrong := oracle.differs(
                 rank,
@@ -137,7 +138,7 @@ def judge_buffers(case: Case) -> Iterator[Finding]:
     If parameters came as float32, which is `judge_weights`' matter, buffers may, too.
     """
     for rank, answer in enumerate(case.answers):
-        in_floats = _is_rounded(answer.get("frozen"), case.inputs[0]["frozen"])
+        in_floats = same_array(answer.get("frozen"), case.inputs[0]["frozen"].astype(np.float32))
         for name in ("running_mean", "num_batches", "mask"):
             expected = np.asarray(case.inputs[0][name])
             if wrong := differs(
@@ -150,10 +151,6 @@ def judge_buffers(case: Case) -> Iterator[Finding]:
                 hint="Buffers (BatchNorm's statistics, say) are part of the model: broadcast them.",
             ):
                 yield wrong
-
-
-def _is_rounded(got: Any, expected: np.ndarray) -> bool:
-    return isinstance(got, np.ndarray) and np.array_equal(got, expected.astype(np.float32))
 
 
 # --- gradients -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autograder.criteria.common.answers import same_array
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.scaler import same
@@ -107,7 +108,7 @@ def judge(case: Case) -> Iterator[Finding]:
                     )
                     break
                 start = torch.from_numpy(inputs[f"p/{number}/{i}"]).to(DTYPES[name]).double()
-                still = isinstance(got, np.ndarray) and np.array_equal(got, start.numpy())
+                still = same_array(got, start.numpy())
                 hint = (
                     "The masters go on from their own last value, in float32; the parameters are a "
                     "rounded copy of them."
