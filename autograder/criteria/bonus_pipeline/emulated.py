@@ -113,8 +113,7 @@ def judge_time(case: Case) -> Iterator[Finding]:
             f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Is everything "
             "sent as soon as it is there, and does no rank wait until it has arrived?"
         )
-        return
-    if took_s < 0.95 * best_s:
+    elif took_s < 0.95 * best_s:
         yield Finding(f"it took {took_s * 1e3:.2f} ms of virtual time: too little to be true.")
 
 
