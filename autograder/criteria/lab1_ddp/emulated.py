@@ -266,8 +266,9 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
     """No bucket is larger than the cap, unless it holds a single parameter, or holds two dtypes.
 
     Every choice is right that keeps this: a MB of 10^6 or of 2^20 bytes, smaller buckets, one
-    parameter for each, whatever stands in an all-reduce beside the gradients. Where float64 is
-    rounded to float32 to share a bucket, that is `judge_tied`'s matter.
+    parameter for each, a dtype that closes a bucket or begins one beside it, whatever stands in an
+    all-reduce beside the gradients. Where float64 is rounded to float32 to share a bucket, that is
+    `judge_tied`'s matter.
     """
     cap = case.inputs[0]["cap_mb"]
     for step in _last_steps(case):

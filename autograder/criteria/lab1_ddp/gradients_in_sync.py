@@ -250,7 +250,10 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """Every rank answers True if all ranks hold the same gradients, and False if not."""
+    """Every rank answers True if all ranks hold the same gradients, and False if not.
+
+    Ranks may compare extremes or gather all gradients.
+    """
     for rank, answer in enumerate(case.answers):
         said = answer.get("answers")
         for number, kind in enumerate(KINDS[i] for i in case.inputs[0]["_order"]):

@@ -229,7 +229,10 @@ def _judge_place(place: Values) -> str | None:
 
 
 def judge_setup(case: Case) -> Iterator[Finding]:
-    """Right rank and world size, a device that fits the backend, and a group that communicates."""
+    """Right rank and world size, a device that fits the backend, and a group that communicates.
+
+    Rank and world size may come from the group or from the environment.
+    """
     total = np.sum([inputs["value"] for inputs in case.inputs], axis=0)
     for rank, answer in enumerate(case.answers):
         places = answer.get("places")
@@ -354,7 +357,10 @@ def _wrap_on_a_gpu(wrap_model: Any) -> Values:
 
 
 def judge_wrap(case: Case) -> Iterator[Finding]:
-    """Parameters are rank 0's, gradients the mean over ranks."""
+    """Parameters are rank 0's, gradients the mean over ranks.
+
+    On the CPU device_ids may be left out or None.
+    """
     start = oracle.parameters_of(case.inputs[0])
     local = [oracle.gradients(case.inputs[0], i["x"], i["y"]) for i in case.inputs]
     for rank, answer in enumerate(case.answers):

@@ -222,6 +222,8 @@ def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
 def judge_unused(case: Case) -> Iterator[Finding]:
     """Ranks that did not use a parameter count as zeros in its mean.
 
+    Where no rank used it, zeros and None are both right.
+
     Here buckets become ready in a different order on each rank. A rank that launches them in that
     order reduces the wrong buckets together, because all branches have the same shape.
     """

@@ -211,7 +211,10 @@ def _tail_problem(setting: Values, lists: list[np.ndarray], same_order: bool = T
 
 
 def judge_partition(case: Case) -> Iterator[Finding]:
-    """Every sample is on exactly one rank: ascending without shuffling, permuted with shuffling."""
+    """Every sample is on exactly one rank: ascending without shuffling, permuted with shuffling.
+
+    Ranks may get strides or blocks of the order.
+    """
     for rank, answer in enumerate(case.answers):
         if kind := answer.get("no int"):
             text = f"an index from ShardSampler: expected an int, got {str(kind)[:60]}."
@@ -237,8 +240,9 @@ def judge_partition(case: Case) -> Iterator[Finding]:
 def judge_tail(case: Case) -> Iterator[Finding]:
     """Each tail setting deals out the samples as it should.
 
-    Which rank gets which sample, which samples "drop" loses (but not in each epoch the same) and
-    which ones "pad" repeats, how often, is up to the student.
+    Which rank gets which sample, which ranks have one more with "uneven", which samples "drop"
+    loses (but not in each epoch the same) and which ones "pad" repeats, how often, is up to the
+    student.
     """
     for number, setting in enumerate(case.inputs[0]["settings"]):
         if setting["shuffle"] and "twin" not in setting:
@@ -283,7 +287,8 @@ def _is_partition(case: Case, number: int, visit: int) -> bool:
 def judge_epoch(case: Case) -> Iterator[Finding]:
     """A different epoch or seed gives a different order; the same epoch gives the same order.
 
-    Whether the ranks' shares fit together is judged by `judge_partition`.
+    Whether the ranks' shares fit together is judged by `judge_partition`. Any generator will do but
+    torch's global one.
     """
     orders: dict[tuple[int, bool], list[np.ndarray]] = {}
     for number, setting in enumerate(case.inputs[0]["settings"]):

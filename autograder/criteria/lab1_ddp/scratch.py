@@ -103,7 +103,10 @@ def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_weights(case: Case) -> Iterator[Finding]:
-    """Parameters equal rank 0's, and calling the wrapper runs the module with these parameters."""
+    """Parameters equal rank 0's, and calling the wrapper runs the module with these parameters.
+
+    The wrapper may be an nn.Module or not.
+    """
     start = oracle.parameters_of(case.inputs[0])
     model = oracle.mlp(case.inputs[0], torch.float64)
     for rank, answer in enumerate(case.answers):
@@ -189,7 +192,10 @@ def observe_gradients(ddp_class: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_gradients(case: Case) -> Iterator[Finding]:
-    """Every gradient is the mean over ranks, in every step."""
+    """Every gradient is the mean over ranks, in every step.
+
+    It may be divided before it travels or after; p.grad may be the old tensor, a new one, a view.
+    """
 
     def local(rank: int, step: int) -> list[np.ndarray]:
         return oracle.gradients(

@@ -141,7 +141,11 @@ def _join(script: str, arguments: list[str], folder: str) -> list[str]:
 
 
 def judge_script(case: Case) -> Iterator[Finding]:
-    """Final parameters and losses equal those of one process that takes the ranks' batches."""
+    """Final parameters and losses equal those of one process that takes the ranks' batches.
+
+    All ranks may set the initial parameters, or rank 0 alone; losses may reach all ranks or rank 0
+    alone; ranks may wait for the file or not.
+    """
     given = case.inputs[0]
     if case.answers[0].get("writers") != ["0"]:
         yield Finding(

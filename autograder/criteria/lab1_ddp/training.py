@@ -248,7 +248,11 @@ def _explain(case: Case, rank: int, got: list[Any]) -> str:
 
 
 def judge_train_steps(case: Case) -> Iterator[Finding]:
-    """Weights equal those of one process that trains on the global batch."""
+    """Weights equal those of one process that trains on the global batch.
+
+    Batches may come by any DataLoader over the sampler; gradients may be cleared before backward or
+    after the step.
+    """
     expected = _trained(case)
     for rank, answer in enumerate(case.answers):
         left = answer.get("left")
@@ -327,7 +331,8 @@ def judge_train_loss(case: Case) -> Iterator[Finding]:
     """The reported loss is the mean over the samples of all ranks, before the step of each.
 
     Samples that the loop left out, which `judge_train_steps` finds, need not count. And if it has
-    trained with the plain squared error instead of loss_fn, the losses may be that, too.
+    trained with the plain squared error instead of loss_fn, the losses may be that, too. Ranks may
+    exchange sums in each epoch or once at the end.
     """
     factor = _factor(case)
     expected, of_all = (_mean_losses(case, factor, only_used) for only_used in (True, False))

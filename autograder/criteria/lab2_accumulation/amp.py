@@ -296,7 +296,10 @@ def _texts(value: Any) -> list[str]:
 
 
 def judge_update(case: Case) -> Iterator[Finding]:
-    """One step with the mean gradient of all micro-batches and ranks; forward runs in the dtype."""
+    """One step with the mean gradient of all micro-batches and ranks; forward runs in the dtype.
+
+    What is in the gradients after the step is free.
+    """
     found = [list(_wrong_calls(case, rank)) for rank in range(case.world_size)]
     for findings in found:
         yield from findings
@@ -378,7 +381,8 @@ def judge_clip(case: Case) -> Iterator[Finding]:
     """The limit applies to the true gradient, not to the scaled gradient.
 
     A gradient that was not divided by the number of micro-batches is for `judge_update`, and so is
-    one that was not synchronised where there is a single micro-batch.
+    one that was not synchronised where there is a single micro-batch. The scaled gradient may be
+    clipped to a scaled limit.
     """
     for rank in range(case.world_size):
         for number, call in enumerate(case.inputs[rank]["calls"]):

@@ -93,7 +93,10 @@ def observe_samples(accumulate_ddp: Any, inputs: Values, context: Context) -> Va
 
 
 def judge_gradients(case: Case) -> list[Finding]:
-    """Each of the W k micro-batches enters every rank's gradient with weight 1/(W k)."""
+    """Each of the W k micro-batches enters every rank's gradient with weight 1/(W k).
+
+    The last micro-batch may synchronise, or the gradients may be sent after all of them.
+    """
 
     def why(weights: np.ndarray, rank: int, k: int) -> str:
         ranks = case.world_size
@@ -192,7 +195,10 @@ def _expected(weights: Sequence[float], k: int) -> str:
 
 
 def judge_loss(case: Case) -> list[Finding]:
-    """The returned loss is the mean over the samples of all ranks, on every rank."""
+    """The returned loss is the mean over the samples of all ranks, on every rank.
+
+    It may be a float or a tensor of one number, and travel in any way.
+    """
     findings: list[Finding] = []
     model = oracle.mlp(case.inputs[0], torch.float64)
     for call, k in enumerate(case.inputs[0]["ks"]):
@@ -340,7 +346,10 @@ def _token_parts(case: Case, call: int) -> tuple[list[Gradient], np.ndarray, np.
 
 
 def judge_token_gradients(case: Case) -> list[Finding]:
-    """Micro-batches of all ranks enter in proportion to their numbers of tokens."""
+    """Micro-batches of all ranks enter in proportion to their numbers of tokens.
+
+    Counts may travel in any way, before the first backward or with the gradients.
+    """
     misused = (oracle.find_misused_loss(answer, rank) for rank, answer in enumerate(case.answers))
     findings = [finding for finding in misused if finding]
     ranks = case.world_size
@@ -380,6 +389,7 @@ def judge_token_loss(case: Case) -> list[Finding]:
     """The returned loss is the mean over all tokens of all ranks.
 
     The mean with the weights of the gradient, which `judge_token_gradients` judges, is right, too.
+    It may be a float or a tensor of one number.
     """
     findings: list[Finding] = []
     for call, k in enumerate(case.inputs[0]["ks"]):

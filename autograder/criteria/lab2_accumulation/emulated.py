@@ -314,7 +314,10 @@ def _alive(case: Case, rank: int) -> Finding | None:
 
 
 def judge_collectives(case: Case) -> Iterator[Finding]:
-    """Per accumulation all gradients travel once, in few collectives; no graphs are kept alive."""
+    """Per accumulation all gradients travel once, in few collectives; no graphs are kept alive.
+
+    Two micro-batches may be on their way; the loss may travel alone or with the gradients.
+    """
     for call in _last_calls(case):
         if isinstance(call, Finding):
             yield call

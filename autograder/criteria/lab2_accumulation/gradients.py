@@ -151,7 +151,10 @@ def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_scale(case: Case) -> Iterator[Finding]:
-    """Each of k equal micro-batches enters with weight 1/k."""
+    """Each of k equal micro-batches enters with weight 1/k.
+
+    Losses or gradients may be divided; p.grad may be the same tensor or a new one.
+    """
     for rank, answer in enumerate(case.answers):
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             k, basis = len(counts), batch_gradients(case.inputs[rank], _batches(case, rank, group))
@@ -248,7 +251,8 @@ def _where(inputs: Values, group: int) -> str:
 def judge_loss(case: Case) -> Iterator[Finding]:
     """The returned loss is the mean over all samples.
 
-    For micro-batches that differ in size, the mean with the gradient's weights is right, too.
+    For micro-batches that differ in size, the mean with the gradient's weights is right, too. It
+    may be a float or a tensor of one number.
     """
     for rank, answer in enumerate(case.answers):
         if misused := oracle.find_misused_loss(answer, rank):
@@ -358,7 +362,10 @@ def _count_predictions(model: nn.Module) -> list[int]:
 
 
 def judge_memory(case: Case) -> Iterator[Finding]:
-    """A gradient was computed with at most 2.5 micro-batches' activations in memory at once."""
+    """A gradient was computed with at most 2.5 micro-batches' activations in memory at once.
+
+    A micro-batch may go forward before the backward of the one before it.
+    """
     for rank, answer in enumerate(case.answers):
         basis = batch_gradients(case.inputs[rank], _batches(case, rank, 0))
         weights = weights_of(basis, collect(answer, "g0", NUM_PARAMETERS))

@@ -84,7 +84,10 @@ def _judge(case: Case, judge_run: Any) -> Iterator[Finding]:
 
 
 def judge_steps(case: Case) -> Iterator[Finding]:
-    """Step s has the batches sk to sk + k - 1, each with weight 1/k, and there are n/k steps."""
+    """Step s has the batches sk to sk + k - 1, each with weight 1/k, and there are n/k steps.
+
+    A loop may use len(batches), look one batch ahead, or collect the batches of a step first.
+    """
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
         k, n = run["k"], run["n"]
@@ -219,7 +222,10 @@ def _keeps_last(case: Case, rank: int) -> bool:
 
 
 def judge_zero_grad(case: Case) -> Iterator[Finding]:
-    """No step contains gradients from before the epoch or from an earlier step."""
+    """No step contains gradients from before the epoch or from an earlier step.
+
+    They may be cleared before or after each step, to zeros or to None, and be left at the end.
+    """
     for rank in range(case.world_size):
         inputs = case.inputs[rank]
         stale = stale_of(inputs, 0)

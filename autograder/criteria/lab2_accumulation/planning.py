@@ -171,7 +171,10 @@ def _train_step(model: nn.Module, micro_batches: list[Any]) -> float:
 
 
 def judge_convergence(case: Case) -> Iterator[Finding]:
-    """Each k gives k equal micro-batches per rank and step, and the curve of one large batch."""
+    """Each k gives k equal micro-batches per rank and step, and the curve of one large batch.
+
+    Which sample is on which rank and in which micro-batch is free, and so is the order of the runs.
+    """
     for rank, answer in enumerate(case.answers):
         inputs = case.inputs[rank]
         if message := _sizes_problem(inputs, told(answer, "sizes"), case.world_size):

@@ -165,7 +165,10 @@ def _expected(seed: int) -> Values:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """Units hold nothing of their inside after forward, and the training is the same."""
+    """Units hold nothing of their inside after forward, and the training is the same.
+
+    Any way to recompute is right, and a unit may be computed again one turn early.
+    """
     for rank, answer in enumerate(case.answers):
         problem = _renamed(answer) or _passes(answer, case.inputs[rank]["left_over"])
         if problem:

@@ -146,7 +146,10 @@ def judge_class(case: Case) -> Iterator[Finding]:
 
 
 def judge_function(case: Case) -> Iterator[Finding]:
-    """The training ends within the limit, with the losses of unsharded training."""
+    """The training ends within the limit, with the losses of unsharded training.
+
+    It may use the class of task 3 or torch's, and clear gradients before or after each step.
+    """
     hint = (
         "Is every block a unit of its own, are parameters, gradients and AdamW's state sharded, "
         "and is the optimizer made after sharding?"

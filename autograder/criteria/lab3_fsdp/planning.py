@@ -70,7 +70,10 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_throughput(case: Case) -> Iterator[Finding]:
-    """All ranks' samples / the slowest rank's seconds; throughput / (N x one rank's throughput)."""
+    """All ranks' samples / the slowest rank's seconds; throughput / (N x one rank's throughput).
+
+    Collectives before the first look at the clock and after the last one are free.
+    """
     for rank, answer in enumerate(case.answers):
         problem = _throughput_problem(case, rank, answer) or _efficiency_problem(case, answer)
         if problem:

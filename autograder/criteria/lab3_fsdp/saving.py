@@ -243,7 +243,10 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def judge_save(case: Case) -> list[Finding]:
-    """One file, written by rank 0, with the whole parameters under their names."""
+    """One file, written by rank 0, with the whole parameters under their names.
+
+    How "optimizer" looks is free, and the file may be renamed to its name.
+    """
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         expected = ["checkpoint.pt"] if rank == 0 else []

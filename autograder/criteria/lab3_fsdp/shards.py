@@ -51,7 +51,8 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
 def judge_shards(case: Case) -> Iterator[Finding]:
     """Every value is on one rank; each rank holds 1/N of parameters, gradients and state.
 
-    How a unit is cut, and to what length it is filled up, is free.
+    How a unit is cut, to what length it is filled up, and how many parameters hold a rank's shards
+    is free.
     """
     yield from _wrong_values(case)
     for rank, answer in enumerate(case.answers):

@@ -229,7 +229,10 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_state(case: Case) -> Iterator[Finding]:
-    """The restored scaler behaves like the saved scaler."""
+    """The restored scaler behaves like the saved scaler.
+
+    Names in the state are free, and its numbers may be in lists.
+    """
     for rank, answer in enumerate(case.answers):
         saved, goes_on = told(answer, "saved"), told(answer, "goes_on")
         if not isinstance(goes_on, list) or not all(isinstance(s, float) for s in goes_on):

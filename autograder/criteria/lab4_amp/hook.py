@@ -157,7 +157,10 @@ def _call(
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:
-    """Gradients are the mean over ranks, in float32, within the rounding error of the format."""
+    """Gradients are the mean over ranks, in float32, within the rounding error of the format.
+
+    The hook may wait, write into the buffer, and divide partly before and partly after the sum.
+    """
     for rank, answer in enumerate(case.answers):
         if refused := told(answer, "hook"):
             yield Finding(f"{refused}", rank)

@@ -9,7 +9,8 @@ only that the feature does what it should to those: what is wrong in plain steps
 Choices that the text leaves, all of which pass: one backward for each batch, or one for the step;
 `no_sync` or not; losses or gradients divided by `accumulate`; clipped after `unscale_`, or scaled
 gradients at a scaled threshold; `zero_grad` before each step, or before the first one and after
-each; whether a step was taken learned from `step()` or from the scale.
+each, to zeros or to None; whether a step was taken learned from `step()` or from the scale; the
+scheduler before or after `update()`; no autocast, or one that is off, in full precision.
 """
 
 from __future__ import annotations

@@ -92,7 +92,10 @@ def _oracle(inputs: Values, number: int) -> list[np.ndarray]:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """Parameters are the rounded masters, within one eps of the format."""
+    """Parameters are the rounded masters, within one eps of the format.
+
+    zero_grad() may leave zeros or None, and masters may be float64.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (name, kind) in enumerate(CASES):
             eps = float(torch.finfo(DTYPES[name]).eps)

@@ -244,7 +244,10 @@ def _explain(net: Values, key: str, expected: int, got: Any) -> str:
 
 
 def judge_memory(case: Case) -> Iterator[Finding]:
-    """The reported bytes follow from the sizes, and the optimizer made a correct step."""
+    """The reported bytes follow from the sizes, and the optimizer made a correct step.
+
+    The optimizer or the model may clear the gradients; the report may have more entries.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         reports = told(answer, "reports")
         calls = [item_of(told(answer, "calls"), n) for n in range(len(inputs["cases"]))]

@@ -116,7 +116,10 @@ def _overlooks(scaler_class: Any, inputs: Values, context: Context) -> bool:
 
 
 def judge_finds(case: Case) -> Iterator[Finding]:
-    """step() acts, and returns True, if and only if every entry of every gradient is finite."""
+    """step() acts, and returns True, if and only if every entry of every gradient is finite.
+
+    It may look at the entries before or after it divides.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)
         taken = told(answer, "taken")
@@ -222,7 +225,7 @@ def judge_agrees(case: Case) -> Iterator[Finding]:
     """If one rank overflows, no rank steps; the scale is the same on all ranks.
 
     Only whether a step was taken matters here; different criteria check the divisor, and that a
-    step that is left out is not made with zeros instead.
+    step that is left out is not made with zeros instead. Ranks may agree in unscale_ or in step.
     """
     unscale = case.inputs[0]["unscale"]
     scales = [answer.get("scales") for answer in case.answers]

@@ -68,7 +68,10 @@ def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_timing(case: Case) -> Iterator[Finding]:
-    """The median of the timed steps on the slowest rank, with an empty queue around each step."""
+    """The median of the timed steps on the slowest rank, with an empty queue around each step.
+
+    One look at the clock may end a step and begin the next one.
+    """
     for number, setting in enumerate(case.inputs[0]["settings"]):
         warmup, repeats = setting["warmup"], setting["repeats"]
         per_rank = [inputs[f"work/{number}"] for inputs in case.inputs]

@@ -124,7 +124,10 @@ def _leaves(value: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
 
 
 def judge_roundtrip(case: Case) -> Iterator[Finding]:
-    """load_newest returns None for a missing folder, later the exact state of the highest step."""
+    """load_newest returns None for a missing folder, later the exact state of the highest step.
+
+    What is in a file is free; the path may be text or a Path.
+    """
     given, answer = case.inputs[0], plain(case.answers[0])
     if answer.get("missing") != "None":
         yield Finding(

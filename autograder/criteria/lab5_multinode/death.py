@@ -125,7 +125,10 @@ def _after(
 
 
 def judge_atomic(case: Case) -> Iterator[Finding]:
-    """A final name holds a whole checkpoint at any time, and what a death leaves harms nobody."""
+    """A final name holds a whole checkpoint at any time, and what a death leaves harms nobody.
+
+    What is not complete may lie in a folder inside; the file may be renamed or linked to its name.
+    """
     given, answer = case.inputs[0], plain(case.answers[0])
     if elsewhere := answer.get("elsewhere"):
         yield Finding(
@@ -275,7 +278,10 @@ def _sum_of(file: str | Path) -> int:
 
 
 def judge_durable(case: Case) -> Iterator[Finding]:
-    """The complete file was synced before the rename that gave the file its final name."""
+    """The complete file was synced before the rename that gave the file its final name.
+
+    The folder may be synced or not, and os.sync may stand for os.fsync.
+    """
     answer = plain(case.answers[0])
     for number, step in enumerate(case.inputs[0]["steps"][:2]):
         file = item_of(answer.get("files"), number)

@@ -86,7 +86,10 @@ def _num_groups() -> int:
 
 
 def judge_values(case: Case) -> Iterator[Finding]:
-    """The tensors hold the sum over all ranks, for every node size."""
+    """The tensors hold the sum over all ranks, for every node size.
+
+    Groups may be made in __init__ or in the first call.
+    """
     shapes = case.inputs[0]["shapes"]
     for rank, answer in enumerate(case.answers):
         for number, local_size in enumerate(local_sizes(case.world_size)):
@@ -287,7 +290,8 @@ def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool)
 def judge_slow(case: Case) -> list[Finding]:
     """No rank sends more between nodes than a ring all-reduce of its 1/local_size needs.
 
-    A tensor may be padded so that the ranks of a node divide its length.
+    A tensor may be padded so that the ranks of a node divide its length. Sums may be made by any
+    collectives or by messages.
     """
     findings: list[Finding] = []
     for number, (local_size, sent) in enumerate(_sent(case)):

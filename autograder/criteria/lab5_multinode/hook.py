@@ -75,7 +75,10 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_hook(case: Case) -> Iterator[Finding]:
-    """Gradients are the mean over ranks, and the hook summed them with the given all-reduce."""
+    """Gradients are the mean over ranks, and the hook summed them with the given all-reduce.
+
+    The hook may divide before or after the sum, in the bucket's tensor or in a new one.
+    """
     last = HOOK_STEPS - 1
     local = [oracle.gradients(i, i[f"x/{last}"], i[f"y/{last}"]) for i in case.inputs]
     count = HOOK_STEPS * sum(grad.size for grad in local[0])

@@ -124,7 +124,10 @@ def _number(value: Any, what: str) -> float:
 
 
 def judge_measure(case: Case) -> Iterator[Finding]:
-    """Latency and bandwidth of the link, within one in a thousand; as many calls as asked for."""
+    """Latency and bandwidth of the link, within one in a thousand; as many calls as asked for.
+
+    One size may be measured after another, or all of them in turn.
+    """
     for rank, answer in enumerate(case.answers):
         for number, given in enumerate(case.inputs[rank]["links"]):
             got = answer.get(f"found/{number}")

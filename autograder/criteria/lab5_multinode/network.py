@@ -157,7 +157,10 @@ def judge_interface(case: Case) -> Iterator[Finding]:
 
 
 def judge_nccl(case: Case) -> Iterator[Finding]:
-    """NCCL_SOCKET_IFNAME admits the interface that gloo was given, and no other."""
+    """NCCL_SOCKET_IFNAME admits the interface that gloo was given, and no other.
+
+    Any value that does so is right: the name after =, or all others after ^=.
+    """
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, table in enumerate(case.inputs[rank]["tables"]):
             said = item_of(answer.get("said"), number)

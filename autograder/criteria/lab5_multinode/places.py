@@ -138,7 +138,10 @@ def observe_command(node_command: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_command(case: Case) -> Iterator[Finding]:
-    """torchrun understands every node's command, and the commands together start the job."""
+    """torchrun understands every node's command, and the commands together start the job.
+
+    Rendezvous or node ranks by hand, torchrun or python -m, options of one word or two are right.
+    """
     for rank, answer in enumerate(map(plain, case.answers)):
         job, commands = case.inputs[rank], answer.get("commands")
         if not isinstance(commands, list) or len(commands) != job["num_nodes"]:

@@ -177,7 +177,10 @@ OTHER_PARAMETERS = (
 
 
 def judge_training(case: Case) -> Iterator[Finding]:
-    """The resumed run equals the run without a break, and both equal the oracle's run."""
+    """The resumed run equals the run without a break, and both equal the oracle's run.
+
+    Names in the state are free.
+    """
     given = case.inputs[0]
     x, y = (torch.from_numpy(given[k]).double() for k in "xy")
     right = _training(given, given["settings"], torch.device("cpu"))
@@ -332,7 +335,10 @@ def _expected_draws(inputs: Values) -> np.ndarray:
 
 
 def judge_rng(case: Case) -> Iterator[Finding]:
-    """The random numbers of torch, NumPy and Python continue on every rank as without a break."""
+    """The random numbers of torch, NumPy and Python continue on every rank as without a break.
+
+    All ranks may gather the states, or rank 0 alone.
+    """
     expected = [_expected_draws(inputs) for inputs in case.inputs]
     for rank, answer in enumerate(case.answers):
         right, got = expected[rank], answer.get("resumed")

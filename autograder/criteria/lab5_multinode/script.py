@@ -88,7 +88,10 @@ def expected_training(
 
 
 def judge_script(case: Case) -> Iterator[Finding]:
-    """Losses and parameters equal those of one process; only rank 0 writes, and when it should."""
+    """Losses and parameters equal those of one process; only rank 0 writes, and when it should.
+
+    What is free stands at the head of this file.
+    """
     given, answer = case.inputs[0], case.answers[0]
     if wrong := _training(given, answer):
         yield wrong

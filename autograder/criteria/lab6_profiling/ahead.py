@@ -67,7 +67,10 @@ def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_ahead(case: Case) -> Iterator[Finding]:
-    """While the loop uses a batch, `depth` batches are loaded ahead, and at most two more."""
+    """While the loop uses a batch, `depth` batches are loaded ahead, and at most two more.
+
+    A queue, a condition and an executor are right.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, depth in enumerate(inputs["depths"]):
             row = item_of(answer.get("counts"), number)

@@ -118,7 +118,10 @@ def _unchanged(function: str, what: str, now: list[Any], before: list[Any]) -> N
 
 
 def judge_plans(case: Case) -> Iterator[Finding]:
-    """Reverse order, as many gradients as fit; only a single gradient may exceed the cap."""
+    """Reverse order, as many gradients as fit; only a single gradient may exceed the cap.
+
+    The order within a bucket is free.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             sizes, cap = drawn["sizes"], drawn["cap"]
@@ -344,7 +347,10 @@ def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_tuning(case: Case) -> Iterator[Finding]:
-    """The plan is about as good as the best equal caps, which are at least 90 % efficient."""
+    """The plan is about as good as the best equal caps, which are at least 90 % efficient.
+
+    It may come of any search, by caps or by borders between buckets.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, network in enumerate(inputs["cases"]):
             got = item_of(answer.get("plans"), number)

@@ -64,7 +64,10 @@ def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:
-    """Gradients are the mean over ranks, in every step and on every rank."""
+    """Gradients are the mean over ranks, in every step and on every rank.
+
+    They may be divided before they travel or after; p.grad may be the old tensor or another.
+    """
     for step in range(STEPS):
         local = [
             oracle.gradients(inputs, inputs[f"x/{step}"], inputs[f"y/{step}"])

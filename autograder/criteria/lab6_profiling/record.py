@@ -127,6 +127,7 @@ def judge_record(case: Case) -> Iterator[Finding]:
     """Each profiled step lies inside its own "step" event; no warm-up step is in the trace.
 
     Nothing is left out of the trace: it has events of every `ph` that torch writes of such a step.
+    A schedule of torch's, and more options of the profiler, are right, too.
     """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if not is_same(answer.get("left"), []):

@@ -357,7 +357,10 @@ def observe_overhead(communication_overhead: Any, inputs: Values, context: Conte
 
 
 def judge_overhead(case: Case) -> Iterator[Finding]:
-    """The share is the median over rounds of 1 − without/with, each time of the slowest rank."""
+    """The share is the median over rounds of 1 − without/with, each time of the slowest rank.
+
+    Either kind of step may come first; ranks may compare in each round or once at the end.
+    """
     without = max(inputs["without_s"] for inputs in case.inputs)
     with_s = max(inputs["with_s"] for inputs in case.inputs)
     rounds = case.inputs[0]["rounds"]

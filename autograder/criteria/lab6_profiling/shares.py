@@ -335,7 +335,10 @@ def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> s
 
 
 def judge_export(case: Case) -> Iterator[Finding]:
-    """One complete event per span, in microseconds; different kinds do not overlap in a lane."""
+    """One complete event per span, in microseconds; different kinds do not overlap in a lane.
+
+    A tid may be a number or text, and other events may be there as well.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if problem := _export_problem(answer.get("trace"), unpack(inputs, "0")):
             yield Finding(problem, rank)
