@@ -36,7 +36,7 @@ def finite_floats(value: Any, shape: Sequence[int]) -> np.ndarray | None:
     )
 
 
-def same_array(got: Any, expected: np.ndarray) -> bool:
+def same_array(got: Any, expected: Any) -> bool:
     """Whether `got` is an array with the shape and values of `expected`, in any dtype."""
     return isinstance(got, np.ndarray) and np.array_equal(got, expected)
 
