@@ -31,8 +31,8 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Without compiled files every kernel, rank and grader would compile the course anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Much of what tests do is waiting: one process more than there are cores.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+# Much of what tests do is waiting: two processes more than there are cores.
+WORKERS ?= $(shell echo $$(($$(nproc) + 2)))
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --numprocesses
 IN_PART := $(addprefix tests/,$(PART))
 

@@ -110,10 +110,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What stays in one process takes long, and so do files in which a test has a time limit of its
-    # own. They begin first, so that nobody waits for them at the end.
-    long = {item.path for item in items if item.get_closest_marker("timeout")}
-    items.sort(key=lambda i: (i.get_closest_marker("xdist_group") is None, i.path not in long))
+    _begin_with_what_takes_long(items)
     _leave_numbers_of_ranks_to_the_rest(items)
     for item in items:
         if item.get_closest_marker("nightly"):
@@ -127,6 +124,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _begin_with_what_takes_long(items: list[pytest.Item]) -> None:
+    """Nobody waits for it at the end: files with a limit of their own, and what is in one process.
+
+    The latter mostly waits for kernels and ranks. It is spread over two thirds of the run, so that
+    other tests compute meanwhile.
+    """
+    long = {item.path for item in items if item.get_closest_marker("timeout")}
+    items.sort(key=lambda item: item.path not in long)
+    groups: dict[str, list[pytest.Item]] = {}
+    alone: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("xdist_group")
+        (groups.setdefault(str(mark.args), []) if mark else alone).append(item)
+    between = len(alone) * 2 // 3 // max(1, len(groups))
+    items[:] = [
+        item
+        for number, group in enumerate(groups.values())
+        for item in (*group, *alone[number * between : (number + 1) * between])
+    ]
+    items += alone[len(groups) * between :]
 
 
 def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
