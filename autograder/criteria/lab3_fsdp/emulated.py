@@ -8,9 +8,8 @@ in the shards now. Every step is looked at: its layers in their order, and each 
 waited for before the unit computes. Ranks report only what `fully_shard` does on them: the bytes
 and dtypes of the parameters that it leaves, and whether its options reach every unit.
 
-A submission may choose the dtype-preserving way in which values travel (an all-gather, or an
-all-to-all of shards), how it cuts and pads a unit, and when it waits for a reduce-scatter, as long
-as it waits.
+A submission may choose how gradients reach their ranks (a reduce-scatter, or an all-to-all and a
+sum), how it cuts and pads a unit, and when it waits for a reduce-scatter, as long as it waits.
 """
 
 from __future__ import annotations
@@ -188,7 +187,11 @@ def _carries(sent: np.ndarray, gradient: np.ndarray) -> bool:
 
 
 def judge_units(case: Case) -> Iterator[Finding]:
-    """Each unit has its own all-gathers and its own reduce-scatter, with the right gradients."""
+    """Each unit has its own all-gathers and its own reduce-scatter, with the right gradients.
+
+    A unit may be cut and padded in any way, its reduce-scatter may be an all-to-all and a sum, and
+    one or two units may be gathered ahead.
+    """
     gradients = [_local_gradients(case, rank) for rank in range(case.world_size)]
     for step in every_step(case):
         if isinstance(step, Finding):
@@ -271,7 +274,7 @@ def judge_native(case: Case) -> list[Finding]:
     several = case.world_size > 1  # on a single rank torch gathers nothing
     findings = list(judge_units(case)) if several else []
     if several and not findings:
-        freed = [i for i in range(LAYERS - 1) if i != case.inputs[0]["left_over"]]
+        *freed, _ = (i for i in range(LAYERS) if i != case.inputs[0]["left_over"])
         steps = [step for step in every_step(case) if isinstance(step, Step)]
         findings = [problem for step in steps if (problem := step.not_gathered_again(freed))]
     params = oracle.parameters_of(case.inputs[0])

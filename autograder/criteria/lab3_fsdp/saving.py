@@ -6,6 +6,8 @@ on, an error says so at once and names the ranks that it waits for.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,7 +227,7 @@ def _content(path: Path) -> Values:
     if set(answer["kinds"]) <= _PLAIN:
         for i, value in enumerate(model.values()):
             answer[f"m{i}"] = value.detach().float().numpy()
-        flat = [t.detach().double().ravel() for t in _tensors_in(state.get("optimizer"))]
+        flat = [_numbers_of(item) for item in _items_in(state.get("optimizer"))]
         answer["optimizer"] = torch.cat([torch.zeros(0).double(), *flat]).numpy()
     return answer
 
@@ -233,19 +235,34 @@ def _content(path: Path) -> Values:
 _PLAIN = {"Tensor", "Parameter"}
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in dicts and lists, however deep."""
-    if isinstance(value, torch.Tensor):
-        yield value
+def _items_in(value: Any) -> Iterator[Any]:
+    """What is in dicts and lists, and in bytes that torch.save has made, however deep."""
+    if isinstance(value, bytes):
+        with contextlib.suppress(Exception):  # other bytes
+            yield from _items_in(torch.load(io.BytesIO(value), map_location="cpu"))
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
+            yield from _items_in(item)
+    else:
+        yield value
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [item for item in _items_in(value) if isinstance(item, torch.Tensor)]
+
+
+def _numbers_of(item: Any) -> torch.Tensor:
+    """The numbers of a tensor, or a float by itself, flat and in float64; none of anything else."""
+    if not isinstance(item, torch.Tensor | float):
+        return torch.zeros(0).double()
+    return torch.as_tensor(item).detach().double().ravel()
 
 
 def judge_save(case: Case) -> list[Finding]:
     """One file, written by rank 0, with the whole parameters under their names.
 
-    How "optimizer" looks is free, and the file may be renamed to its name.
+    How "optimizer" looks is free: tensors, lists of floats, or bytes of torch.save, of whole values
+    or of each rank's own. The file may be renamed to its name.
     """
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):

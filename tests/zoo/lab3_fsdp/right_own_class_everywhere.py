@@ -1,4 +1,5 @@
-"""Uses its own class for the large model, and gathers its checkpoint by hand.
+"""Uses its own class for the large model; gathers its checkpoint by hand, the optimizer's part as
+bytes, and renames the file.
 
 loses: nothing
 class: example
@@ -36,13 +37,16 @@ def _everything(model, optimizer):
             {k: v.full_tensor().cpu() if isinstance(v, DTensor) else v for k, v in state.items()}
         )
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return {"model": weights, "optimizer": {"moments": moments, "options": options}}
+    packed = io.BytesIO()
+    torch.save({"moments": moments, "options": options}, packed)
+    return {"model": weights, "optimizer": packed.getvalue()}
 
 
 def save_checkpoint(model, optimizer, path):
     state = _everything(model, optimizer)
     if dist.get_rank() == 0:
-        torch.save(state, path)
+        torch.save(state, f"{path}.new")
+        os.replace(f"{path}.new", path)
     dist.barrier()
 
 
@@ -50,6 +54,7 @@ def load_checkpoint(model, optimizer, path):
     box = [torch.load(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     state = box[0]
+    packed = torch.load(io.BytesIO(state["optimizer"]))
 
     def cut(value, p):
         n, rank = p.device_mesh.size(), dist.get_rank()
@@ -67,9 +72,9 @@ def load_checkpoint(model, optimizer, path):
         group["lr"] = group["weight_decay"] = 0.0
     optimizer.step()  # makes the state, and changes nothing
     optimizer.zero_grad()
-    for group, options in zip(optimizer.param_groups, state["optimizer"]["options"], strict=True):
+    for group, options in zip(optimizer.param_groups, packed["options"], strict=True):
         group.update(options)
-    for p, moments in zip(model.parameters(), state["optimizer"]["moments"], strict=True):
+    for p, moments in zip(model.parameters(), packed["moments"], strict=True):
         for key, value in moments.items():
             now = optimizer.state[p][key]
             if isinstance(now, DTensor):

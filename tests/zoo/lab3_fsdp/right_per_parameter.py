@@ -1,4 +1,4 @@
-"""A shard per parameter, blocking reductions with ReduceOp.AVG, no nn.Module.
+"""A shard per parameter, blocking reductions, no nn.Module.
 
 loses: nothing
 class: example
