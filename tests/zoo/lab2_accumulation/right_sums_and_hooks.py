@@ -1,6 +1,7 @@
 """Turns mean losses into sums; a hook on each parameter divides its gradient.
 
-Over ranks: no_sync() around everything, then one all-reduce per parameter by hand.
+Over ranks: no_sync() around everything, then one all-reduce per parameter by hand. The epoch looks
+one batch ahead and never asks for its length; the runs for each k train side by side.
 
 loses: nothing
 """
@@ -21,6 +22,32 @@ def accumulate_gradients(model, micro_batches, loss_fn):
     return shares.sum()
 
 
+# %% replaces="task2_train_epoch"
+def train_epoch(
+    model, batches, loss_fn, optimizer, *, accumulation_steps, max_norm=None, scheduler=None
+):
+    source, steps = iter(batches), 0
+    batch = next(source)
+    while batch is not None:
+        optimizer.zero_grad()
+        size = 0
+        while batch is not None and size < accumulation_steps:
+            x, y = batch
+            loss_fn(model(x), y).backward()
+            size += 1
+            batch = next(source, None)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= size
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        steps += 1
+    return steps
+
+
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):
     k, shares = len(micro_batches), []
@@ -36,3 +63,29 @@ def accumulate_ddp(ddp_model, micro_batches, loss_fn):
     for grad in grads:
         dist.all_reduce(grad, op=dist.ReduceOp.SUM)
     return loss.item()
+
+
+# %% replaces="task7_convergence"
+def compare_convergence(
+    make_model,
+    train_step,
+    x,
+    y,
+    *,
+    global_batch_size,
+    num_steps,
+    accumulation_steps,
+    rank,
+    world_size,
+):
+    models = {k: make_model() for k in sorted(accumulation_steps)}
+    curves = {k: [] for k in models}
+    share = global_batch_size // world_size
+    for step in range(num_steps):
+        begin = step * global_batch_size + rank * share
+        for k, model in models.items():
+            size = share // k
+            starts = range(begin, begin + share, size)
+            micro_batches = [(x[a : a + size], y[a : a + size]) for a in starts]
+            curves[k].append(train_step(model, micro_batches))
+    return curves
