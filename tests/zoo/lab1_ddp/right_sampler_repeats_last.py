@@ -1,4 +1,5 @@
-"""Pads by repeating the last sample, as often as it takes.
+"""Pads by repeating the last sample, as often as it takes; drops the first ones of the order; deals
+from the last rank to the first, so that the last ranks have one more with "uneven".
 
 loses: nothing
 """
@@ -27,7 +28,7 @@ class ShardSampler(Sampler[int]):
             order = torch.randperm(self.num_samples, generator=generator).tolist()
         rest = self.num_samples % self.world_size
         if rest and self.tail == "drop":
-            order = order[:-rest]
+            order = order[rest:]
         if rest and self.tail == "pad":
             order += order[-1:] * (self.world_size - rest)
-        return order[self.rank :: self.world_size]
+        return order[self.world_size - 1 - self.rank :: self.world_size]
