@@ -518,12 +518,12 @@ check("prof_breakdown", breakdown)
 # Now you write it.
 #
 # **Write `chrome_trace(spans)`**: a dict with a list under `"traceEvents"`. For each span one event
-# with `ph` `"X"`, the span's `name`, `cat` (its kind), `ts` and `dur` (microseconds), `pid` (its
-# rank) and `tid`. A viewer draws what has the same `pid` and `tid` in one row, and assumes that two
-# events of a row are one inside the other or apart. So spans of one rank whose kinds differ need
-# different `tid`s. (Spans of one kind may share a row, even if they overlap. Events with another
-# `ph`, such as names for the rows, may be there as well.) The dict must be one that `json.dump` can
-# write.
+# with `ph` `"X"`, the span's `name`, `cat` (its kind), `ts` and `dur` (microseconds, not rounded),
+# `pid` (its rank) and `tid`. A viewer draws what has the same `pid` and `tid` in one row, and
+# assumes that two events of a row are one inside the other or apart. So spans of one rank whose
+# kinds differ need different `tid`s. (Spans of one kind may share a row, even if they overlap.
+# Events with another `ph`, such as names for the rows, may be there as well.) The dict must be one
+# that `json.dump` can write.
 #
 # <details><summary>Hint</summary>
 #

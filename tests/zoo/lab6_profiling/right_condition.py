@@ -1,5 +1,5 @@
 """A condition and a deque instead of a queue; a trace with more in it than was asked for; plans
-filled by bisection; overhead over an all-gather.
+filled by bisection, ascending in a bucket; overhead over an all-gather.
 
 loses: nothing
 """
@@ -67,7 +67,7 @@ def plan_buckets(sizes, cap):
     done = 0
     while done < last:
         upto = max(done + 1, bisect_right(sums, sums[done] + cap) - 1)
-        plan.append([last - 1 - k for k in range(done, upto)])
+        plan.append(list(range(last - upto, last - done)))
         done = upto
     return plan
 
