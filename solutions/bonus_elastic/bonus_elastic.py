@@ -351,7 +351,8 @@ check("elastic_idle", combine)
 # `state_dict()` and `load_state_dict(state)`
 #
 # - Where it stands, as a dict of numbers; the same on all ranks, so that rank 0's is enough. It is
-#   loaded into a new sampler, made with the same arguments, perhaps among other ranks.
+#   loaded into a new sampler, made with the same arguments, perhaps among other ranks. The dict
+#   stays as it was, also when the sampler goes on.
 # - It works at any place, also exactly between two epochs.
 #
 # <details><summary>Hint 1: two numbers</summary>
@@ -467,8 +468,8 @@ check("elastic_resize", ElasticSampler)
 #
 # **Write `save_together(folder, step, state, keep=3)`**, which all ranks call, with the same step.
 #
-# - The checkpoint of step 12 is `FOLDER/step-00000012.pt`, eight digits. Rank 0 writes it, and
-#   nobody else writes anything. Make the folder if it is not there.
+# - The checkpoint of step 12 is `FOLDER/step-00000012.pt`, eight digits. Rank 0 writes it and
+#   leaves no other file, and nobody else writes anything. Make the folder if it is not there.
 # - A file of that name is always whole, whenever the process is killed in a save: in the middle
 #   of a write, before any call that opens, renames or deletes a file, or after any that has changed
 #   one. If there was a file of that name before, then at any time there is the old one or the new
@@ -748,7 +749,8 @@ check("elastic_handler", Preemption)
 # - `load_together(args.checkpoints)`. If there is a state, go on from it: model, optimizer,
 #   sampler, and the losses so far.
 # - A step: `next_batch`, mean squared error over this rank's samples (if it has any), backward,
-#   `combine`, one step of the optimizer. The loss that counts is what `combine` returns.
+#   `combine`, one step of the optimizer. The loss that counts is what `combine` returns. (The
+#   checks' own returns a `float`.)
 # - Every `--every` steps, and after the last one, `save_together`. Like `load_together` and
 #   `requested` it is for all ranks.
 # - After every step ask `preemption.requested()`. If it says so, save this step, **once**, and

@@ -90,7 +90,10 @@ def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_rejoin(case: Case) -> list[Finding]:
-    """The losses are those of one process; with the same number of ranks they agree bit for bit."""
+    """The losses are those of one process; with the same number of ranks they agree bit for bit.
+
+    A rank that is left when another one dies may tidy up before it fails.
+    """
     given, answer = case.inputs[0], case.answers[0]
     every, ranks, kills = given["job"]["every"], given["ranks"], given["kills"]
     story = (
@@ -206,7 +209,10 @@ def _asked_together(asked: Any, steps: int) -> bool:
 
 
 def judge_preempted(case: Case) -> Iterator[Finding]:
-    """The script takes no step after the stop, saves the last step once, and ends with code 0."""
+    """The script takes no step after the stop, saves the last step once, and ends with code 0.
+
+    It may return at once, or leave the loop and come to its end.
+    """
     given, runs = case.inputs[0], plain(case.answers[0]).get("runs")
     every = given["job"]["every"]
     for number, stop in enumerate(given["stops"]):

@@ -169,7 +169,10 @@ def _loaded(found: Any, inputs: Values) -> list[Any]:
 
 
 def judge_loads(case: Case) -> list[Finding]:
-    """All ranks load the highest step whose file is whole on every rank."""
+    """All ranks load the highest step whose file is whole on every rank.
+
+    They may agree step by step, tell each other all that they have, or follow rank 0.
+    """
     given = case.inputs[0]
     steps = given["steps"]
     findings: list[Finding] = []

@@ -190,7 +190,10 @@ def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_epoch(case: Case) -> Iterator[Finding]:
-    """Every sample comes once per epoch, in full batches; the rest is the epoch's last batch."""
+    """Every sample comes once per epoch, in full batches; the rest is the epoch's last batch.
+
+    A rank may have its part of a batch in any order.
+    """
     for rank, answer in enumerate(map(plain, case.answers)):
         for num_samples in case.inputs[0]["asked"]:
             given = case.inputs[0] | {"num_samples": num_samples}
@@ -268,7 +271,7 @@ def observe_order(sampler_class: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_order(case: Case) -> Iterator[Finding]:
-    """The order depends on seed and epoch, and on nothing else."""
+    """The order depends on seed and epoch, and on nothing else. It may be shuffled in any way."""
     given = case.inputs[0]
     per_epoch = _per_epoch(given)
     first_rank: Any = None
@@ -354,7 +357,10 @@ def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_resize(case: Case) -> Iterator[Finding]:
-    """The batches are those of a run without a change of the number of ranks."""
+    """The batches are those of a run without a change of the number of ranks.
+
+    The state may have any keys.
+    """
     given = case.inputs[0]
     stays, ranks = given["stays"], given["ranks"]
     world_sizes = [r for r, stay in zip(ranks, stays, strict=True) for _ in range(stay)]

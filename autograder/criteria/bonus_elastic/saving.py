@@ -213,7 +213,10 @@ def _loads(content: bytes, state: Values) -> bool:
 
 
 def judge_atomic(case: Case) -> list[Finding]:
-    """At any time a step's name has a whole file, if any, and the newest whole file stays."""
+    """At any time a step's name has a whole file, if any, and the newest whole file stays.
+
+    The file may have any format, and before it is whole any other name in its folder or below.
+    """
     given, answer = case.inputs[0], plain(case.answers[0])
     one, two, three = given["steps"]
     if answer.get("first") != [name_of(one)]:
@@ -342,7 +345,10 @@ def _held_back(place: Path, world_size: int) -> Iterator[None]:
 
 
 def judge_writer(case: Case) -> Iterator[Finding]:
-    """Only rank 0 writes, and no rank returns before the file is there."""
+    """Only rank 0 writes, and no rank returns before the file is there.
+
+    The others may wait in any collective.
+    """
     one, two = (name_of(step) for step in case.inputs[0]["steps"])
     for rank, answer in enumerate(map(plain, case.answers)):
         files = answer.get("files")
@@ -401,7 +407,10 @@ def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_keep(case: Case) -> Iterator[Finding]:
-    """The highest steps are left, and all files that are not checkpoints."""
+    """The highest steps are left, and all files that are not checkpoints.
+
+    Rank 0 may delete before or after the others go on.
+    """
     given, seen = case.inputs[0], plain(case.answers[0]).get("seen")
     for number, step in enumerate([*given["steps"][2:], given["steps"][-1]]):
         kept = given["steps"][: number + 3][-given["keep"] :]

@@ -46,7 +46,10 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_script(case: Case) -> Iterator[Finding]:
-    """Losses and parameters are those of one process; all ranks save at the due steps."""
+    """Losses and parameters are those of one process; all ranks save at the due steps.
+
+    The state may have any form, and the script may leave the process group or not.
+    """
     given, answer = case.inputs[0], case.answers[0]
     job, ranks = given["job"], range(case.world_size)
     wanted = [["sampler", r, len(given["x"]), job["batch-size"], job["seed"]] for r in ranks]

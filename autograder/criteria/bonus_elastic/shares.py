@@ -45,7 +45,10 @@ def observe_share(share_of_batch: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_share(case: Case) -> Iterator[Finding]:
-    """Shares follow one another, make up the batch, and differ by one sample at most."""
+    """Shares follow one another, make up the batch, and differ by one sample at most.
+
+    Any ranks may have the larger ones.
+    """
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, (size, ranks) in enumerate(case.inputs[rank]["asked"]):
             shares = item_of(answer.get("shares"), number)
@@ -155,7 +158,10 @@ def _observe(
 
 
 def judge_gradient(case: Case) -> Iterator[Finding]:
-    """Every rank has the gradient and the loss of one process that has all rows."""
+    """Every rank has the gradient and the loss of one process that has all rows.
+
+    A `p.grad` may be new or changed in place, the loss a float or a tensor of one number.
+    """
     given = case.inputs[0]
     x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
     right, loss = oracle.gradients(given, x, y), _loss(given, x, y)

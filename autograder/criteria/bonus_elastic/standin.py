@@ -37,6 +37,13 @@ def _note(name: str, *values: object) -> None:
 _combined: list[torch.nn.Parameter] = []  # those of the last step
 
 
+class _Loss(float):
+    """What `combine` returns: a float, or a tensor of which a script takes the item."""
+
+    def item(self) -> float:
+        return float(self)
+
+
 class ElasticSampler:
     """Gives out the plan's batches in order; kills the plan's rank at the plan's batch."""
 
@@ -82,7 +89,7 @@ def combine(
         pieces = [count * grads[i] for count, _, grads in there if grads[i] is not None]
         if pieces:
             p.grad = torch.stack(pieces).sum(dim=0).div(num_all).to(p.device)
-    return sum(count * value for count, value, _ in there) / num_all
+    return _Loss(sum(count * value for count, value, _ in there) / num_all)
 
 
 def save_together(folder: Any, step: int, state: Any, keep: int = 3) -> None:

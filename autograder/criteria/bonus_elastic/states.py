@@ -127,7 +127,10 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_reshard(case: Case) -> Iterator[Finding]:
-    """The new shards are equal parts of the old vector without its padding, padded with zeros."""
+    """The new shards are equal parts of the old vector without its padding, padded with zeros.
+
+    What is no part may be copied, or shared with the old states and by the new ones.
+    """
     for rank, answer in enumerate(case.answers):
         for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
             size = -(-numel // after)
@@ -233,7 +236,11 @@ def draw_adam(draw: Draw) -> list[Values]:
 
 
 def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
-    """Sharded AdamW; after some steps its state is resharded to a different number of ranks."""
+    """Sharded AdamW; after some steps its state is resharded to a different number of ranks.
+
+    Each new rank gets a copy of its state, as from a file. For what is no part, the states may all
+    have the same tensor, and an optimiser counts its steps in place.
+    """
     before, after = inputs["ranks"]
     whole = torch.from_numpy(inputs["p"].copy())
     numel = whole.numel()
@@ -245,6 +252,7 @@ def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
     shards, optimizers = _sharded_adamw(torch.cat([s.detach() for s in shards]), after)
     for shard, optimizer, state in zip(shards, optimizers, fresh, strict=True):
         # `elastic_reshard` judges the dtypes of parts.
+        state = copy.deepcopy(state)
         own = {k: v.to(shard.dtype) if torch.is_tensor(v) else v for k, v in state.items()}
         optimizer.state[shard] = own | {"step": state["step"]}
     for step in range(BEFORE, BEFORE + AFTER):

@@ -117,6 +117,7 @@ def judge_stop(case: Case) -> list[Finding]:
     """On all ranks False until a rank gets the signal, and True from that step on.
 
     In the last run the signal comes during a call, which may hear it or leave it to the next.
+    Any collective may carry the votes, and none is needed once all have said True.
     """
     answers = [plain(answer) for answer in case.answers]
     findings = [
