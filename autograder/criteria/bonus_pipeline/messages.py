@@ -194,7 +194,10 @@ def _is_loss(event: Event) -> bool:
 
 
 def judge_messages(case: Case) -> list[Finding]:
-    """Neighbours send M activations on and M gradients back, and nothing else that is large."""
+    """Neighbours send M activations on and M gradients back, and nothing else that is large.
+
+    A loss may travel beside each gradient, and a rank may wait for handles or in a barrier.
+    """
     findings = trouble(case)
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
     others = {

@@ -97,7 +97,10 @@ def observe_choice(micro_batches_for: Any, inputs: Values, context: Context) -> 
 
 
 def judge_choice(case: Case) -> Iterator[Finding]:
-    """The smallest number of micro-batches whose bubble is within the limit."""
+    """The smallest number of micro-batches whose bubble is within the limit.
+
+    In no case does rounding alone decide, where one more is right, too.
+    """
     for rank, answer in enumerate(case.answers):
         found = answer.get("found")
         for number, (p, bubble) in enumerate(case.inputs[rank]["wanted"]):

@@ -89,7 +89,10 @@ def _lasting(values: Any, what: str) -> Any:
 
 
 def judge_cut(case: Case) -> Iterator[Finding]:
-    """Stages are contiguous, complete and not empty, and their largest cost is minimal."""
+    """Stages are contiguous, complete and not empty, and their largest cost is minimal.
+
+    Of several such cuts any one is right.
+    """
     for rank, answer in enumerate(case.answers):
         for number, (costs, stages) in enumerate(case.inputs[rank]["cases"]):
             problem = _cut_problem(item_of(answer.get("cuts"), number), costs, stages)
@@ -219,7 +222,7 @@ def _incomplete(steps: list[Step] | None, micro_batches: int) -> str | None:
 
 
 def judge_gpipe(case: Case) -> list[Finding]:
-    """All forwards in order, then all backwards, in the same order on all ranks."""
+    """All forwards in order, then all backwards, in order or in reverse, alike on all ranks."""
     orders: dict[tuple[int, int], list[int]] = {}
     for real, stages, m, rank, steps in _schedules(case):
         where = f"gpipe({rank}, {stages}, {m})"

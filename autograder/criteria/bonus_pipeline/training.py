@@ -81,6 +81,7 @@ def _steps(case: Case) -> Iterator[_Step]:
 def judge_train(case: Case) -> list[Finding]:
     """The parameters are those of one process that takes the same steps; so are the losses.
 
+    Old gradients may become None or zeros, and the batch may be the optimizer's closure.
     Only the first step that is wrong is told: all that follow come of it.
     """
     for number, step in enumerate(_steps(case)):

@@ -201,7 +201,10 @@ def observe_loss(run_pipeline: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_loss(case: Case) -> list[Finding]:
-    """Every rank returns the mean loss over the batch."""
+    """Every rank returns the mean loss over the batch.
+
+    It is a tensor of one number, of any dtype and shape. How it gets to a rank does not matter.
+    """
     findings: list[Finding] = []
     for number, each in enumerate(case.inputs[0]["cases"]):
         right, m = parts.solve(case, number)[0], len(each["sizes"])
@@ -254,7 +257,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
     """The old gradients are still included, and on the last rank the batch's gradients are added.
 
     As in `judge_scale`, the added gradients are judged on the last rank only: other criteria check
-    whether gradients reach the earlier stages.
+    whether gradients reach the earlier stages. A `.grad` may be new or changed in place.
     """
     _, expected = parts.solve(case, 0)
     for rank, answer in enumerate(case.answers):

@@ -110,7 +110,10 @@ def judge_columns(case: Case) -> Iterator[Finding]:
 
 
 def judge_dependent(case: Case) -> Iterator[Finding]:
-    """The columns are orthogonal, have length 1 or 0, and span those of the argument."""
+    """The columns are orthogonal, have length 1 or 0, and span those of the argument.
+
+    Any such columns are right. Where nothing is left, there may be zero or any other direction.
+    """
     # Only `judge_columns` asks for float64's precision: to lose it costs one criterion, not two.
     return _judge(case, dict.fromkeys(TOLERANCE, TOLERANCE["float32"]), strict=False)
 
@@ -249,7 +252,10 @@ def _why_not_orthogonal(wanted: np.ndarray, column: int) -> str:
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:
-    """As many tensors as were passed, each the mean over ranks, in its shape; one all-reduce."""
+    """As many tensors as were passed, each the mean over ranks, in its shape; one all-reduce.
+
+    A rank may divide before or after it.
+    """
     for rank, answer in enumerate(case.answers):
         calls = answer.get("calls")
         if not isinstance(calls, int) or calls > 1:

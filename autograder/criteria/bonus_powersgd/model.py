@@ -134,7 +134,10 @@ def draw_first(draw: Draw) -> list[Values]:
 
 
 def judge_first(case: Case) -> Iterator[Finding]:
-    """The gradient of every matrix is P Q^T, computed from the student's own Q."""
+    """The gradient of every matrix is P Q^T, computed from the student's own Q.
+
+    It may be a new tensor or the old one, changed in place.
+    """
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         matrices = matrices_of(case, 0, i)
         starts = start_of(case, i, matrices[0].shape[1])

@@ -65,7 +65,10 @@ def observe(power_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_basis(case: Case) -> Iterator[Finding]:
-    """P is orthonormal, spans the mean of M Q, and is the same on all ranks."""
+    """P is orthonormal, spans the mean of M Q, and is the same on all ranks.
+
+    Any basis is right, also one of the sum.
+    """
     for i in range(case.inputs[0]["count"]):
         q = case.inputs[0][f"q{i}"].astype(np.float64)
         product = oracle.mean([values[f"m{i}"] for values in case.inputs]) @ q

@@ -52,7 +52,10 @@ def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_seed(case: Case) -> Iterator[Finding]:
-    """Q is the same on all ranks, differs between seeds, and has r independent columns."""
+    """Q is the same on all ranks, differs between seeds, and has r independent columns.
+
+    There may be one generator for all or one for each, and Q may be drawn when it is asked for.
+    """
     for rank, answer in enumerate(case.answers):
         if answer.get("moved") is not False:
             yield Finding(

@@ -139,7 +139,10 @@ def _found_beside(case: Case, rank: int) -> str | None:
 
 
 def judge_calls(case: Case) -> Iterator[Finding]:
-    """No step has more than three collectives, and nothing is sent but in steps."""
+    """No step has more than three collectives, and nothing is sent but in steps.
+
+    Two are right, too: what is not compressed may travel with all P.
+    """
     for rank, steps in enumerate(_all_steps(case)):
         if isinstance(steps, Finding):
             yield steps

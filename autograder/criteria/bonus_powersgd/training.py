@@ -236,7 +236,10 @@ def _explain_losses(case: Case, rank: int, got: Any) -> str:
 
 
 def judge_train(case: Case) -> Iterator[Finding]:
-    """Losses and parameters, as one process computes them; no batch is left out."""
+    """Losses and parameters, as one process computes them; no batch is left out.
+
+    Updates may be torch's or by hand, and gradients cleared before backward or after the update.
+    """
     batches = [[(v[f"x/{s}"], v[f"y/{s}"]) for v in case.inputs] for s in range(STEPS)]
     final, losses = oracle.train(case.inputs[0], batches, LR)
     for rank, answer in enumerate(case.answers):

@@ -124,7 +124,7 @@ def observe_choice(choose: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_choice(case: Case) -> Iterator[Finding]:
-    """Requires the faster algorithm in every case."""
+    """Requires the faster algorithm in every case. No case is a tie, where either is right."""
     for rank, answer in enumerate(case.answers):
         said = answer.get("said")
         for number, values in enumerate(case.inputs[rank]["cases"]):

@@ -63,7 +63,10 @@ def _no_list(case: Case) -> Iterator[Finding]:
 
 
 def judge_chunks(case: Case) -> Iterator[Finding]:
-    """Requires consecutive chunks that cover everything once and differ by at most one."""
+    """Requires consecutive chunks that cover everything once and differ by at most one.
+
+    Any of them may be the longer ones.
+    """
     yield from _no_list(case)
     for rank, answer in enumerate(case.answers):
         for number, (numel, chunks) in enumerate(case.inputs[rank]["cases"]):
@@ -202,7 +205,10 @@ def _sums(half: _Half) -> list[list[int]] | Finding:
 
 
 def judge_reduce(case: Case) -> Iterator[Finding]:
-    """Requires that N - 1 adding steps give each rank the whole sum of a different chunk."""
+    """Requires that N - 1 adding steps give each rank the whole sum of a different chunk.
+
+    A rank may begin with any chunk.
+    """
     for n in VIRTUAL_WORLDS:
         half = _half(case, n, first=True)
         found = half if isinstance(half, Finding) else _sums(half)

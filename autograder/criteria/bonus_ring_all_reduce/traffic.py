@@ -199,6 +199,7 @@ def judge_messages(case: Case) -> list[Finding]:
     """No message is larger than a chunk, and no second tensor lies beside the first.
 
     The text allows one chunk. Two are allowed here, because `own + arrived` makes a tensor, too.
+    A chunk may travel in pieces.
     """
     findings = _problem(case)
     n = case.world_size
@@ -299,7 +300,10 @@ def _few_digits(got: Any) -> str:
 
 
 def judge_hook(case: Case) -> Iterator[Finding]:
-    """Requires the mean gradients over ranks, computed by the ring."""
+    """Requires the mean gradients over ranks, computed by the ring.
+
+    The future may be finished or not when it is returned, its tensor the bucket's or a new one.
+    """
     local = [oracle.gradients(i, i["x"], i["y"]) for i in case.inputs]
     count = sum(grad.size for grad in local[0])
     for rank, answer in enumerate(case.answers):

@@ -66,7 +66,10 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_exchange(case: Case) -> Iterator[Finding]:
-    """Requires that each rank receives the tensor of the rank before it and keeps its own."""
+    """Requires that each rank receives the tensor of the rank before it and keeps its own.
+
+    Handles, a batch or a thread will do, and an empty tensor may travel or not.
+    """
     for rank, answer in enumerate(case.answers):
         before = (rank - 1) % case.world_size
         for name in EXCHANGES:
@@ -190,7 +193,10 @@ def judge_sum(case: Case) -> Iterator[Finding]:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """As `judge_sum`; a result that is only returned is `judge_sum`'s business."""
+    """As `judge_sum`; a result that is only returned is `judge_sum`'s business.
+
+    A mean may be divided before the first step, at half time or at the end; no other `op` is asked.
+    """
     return _judge(case, in_place=False)
 
 

@@ -1,5 +1,7 @@
 """One buffer for all that comes in, in both halves; begins two chunks before its own.
 
+A thread reduces one bucket after the other: the hook's future is finished later.
+
 loses: nothing
 """
 
@@ -27,3 +29,22 @@ def ring_all_reduce(tensor, op="sum"):
     if op == "mean":
         flat *= 1 / n
     return tensor
+
+
+# %% replaces="task6_hook"
+from concurrent.futures import ThreadPoolExecutor
+
+WORKER = ThreadPoolExecutor(max_workers=1)
+
+
+def ring_hook(state, bucket):
+    tensor, future = bucket.buffer(), torch.futures.Future()
+
+    def work():
+        try:
+            future.set_result(ring_all_reduce(tensor, "mean"))
+        except Exception as error:
+            future.set_exception(error)
+
+    WORKER.submit(work)
+    return future

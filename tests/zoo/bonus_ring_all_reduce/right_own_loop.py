@@ -38,10 +38,10 @@ def tree_seconds(num_bytes, world_size, latency_s, bandwidth):
 
 def choose(num_bytes, world_size, latency_s, bandwidth):
     times = {
-        "tree": tree_seconds(num_bytes, world_size, latency_s, bandwidth),
         "ring": ring_seconds(num_bytes, world_size, latency_s, bandwidth),
+        "tree": tree_seconds(num_bytes, world_size, latency_s, bandwidth),
     }
-    return min(times, key=times.get)
+    return min(times, key=times.get)  # the first, if both take equally long
 
 
 def bus_bandwidth(num_bytes, world_size, seconds):
