@@ -277,7 +277,8 @@ check("btp_g", sum_out)
 #
 # - `full` is an `nn.Linear`, the same on all ranks. Rank r of N keeps the r-th of N equal slices of
 #   its output features, as the parameters `weight` [out / N, in] and `bias` [out / N] (`None` if
-#   `full` has none): copies, so that the whole layer can go. Nothing else is a parameter.
+#   `full` has none): copies, in the dtype and on the device of `full`, so that the whole layer can
+#   go. Nothing else is a parameter.
 # - `ValueError`, on all ranks, if the output features do not divide by N.
 # - `forward(x)`: `x` [..., in] is whole and the same on all ranks. Returns this rank's features
 #   [..., out / N], or with `gather_output=True` all of them [..., out], on every rank.

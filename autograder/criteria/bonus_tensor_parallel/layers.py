@@ -234,7 +234,10 @@ def observe_heads(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_heads(case: Case) -> Iterator[Finding]:
-    """Requires the rank's own heads, and a ValueError if N does not divide the heads."""
+    """Requires the rank's own heads, and a ValueError if N does not divide the heads.
+
+    The module's parts may be of any class that has weight and bias.
+    """
     n = case.world_size
     for rank, answer in enumerate(case.answers):
         values = case.inputs[rank]
@@ -317,7 +320,8 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
 def judge_norms(case: Case) -> Iterator[Finding]:
     """Requires gradients of replicated parameters to be sums over the tokens of all ranks.
 
-    All steps have the same sequences, so their gradients are the same.
+    All steps have the same sequences, so their gradients are the same. They may be summed in
+    `finish_gradients`, together or one by one, or in the backward pass.
     """
     right = solve(case.inputs[0])
     for rank in range(case.world_size):

@@ -246,10 +246,16 @@ def judge_row(case: Case) -> Iterator[Finding]:
 
 
 def judge_gather(case: Case) -> Iterator[Finding]:
-    """Requires all output features, and the gradients of this rank's weight and bias."""
+    """Requires all output features, and the gradients of this rank's weight and bias.
+
+    Features may be gathered or summed up with zeros.
+    """
     return _judge(case, "column", whole=True)
 
 
 def judge_scatter(case: Case) -> Iterator[Finding]:
-    """Requires all output features, and the whole gradient of the whole input."""
+    """Requires all output features, and the whole gradient of the whole input.
+
+    The gradient may be gathered or summed up with zeros.
+    """
     return _judge(case, "row", whole=True)

@@ -116,12 +116,12 @@ def _find_changed(answer: Values, i: int, before: Values, rank: int) -> Finding 
 
 
 def judge_f(case: Case) -> Iterator[Finding]:
-    """Identity forward, all-reduce backward."""
+    """Identity forward, all-reduce backward. It may be an autograd function or a hook."""
     return _judge(case, sum_forward=False)
 
 
 def judge_g(case: Case) -> Iterator[Finding]:
-    """All-reduce forward, identity backward."""
+    """All-reduce forward, identity backward. A sum may be taken in a wider dtype."""
     return _judge(case, sum_forward=True)
 
 
@@ -163,7 +163,10 @@ def observe_sequence(operators: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_sequence(case: Case) -> Iterator[Finding]:
-    """All-gather and reduce-scatter along dimension 1, each the other's backward."""
+    """All-gather and reduce-scatter along dimension 1, each the other's backward.
+
+    Any collectives will do.
+    """
     n = case.world_size
     joined = {k: np.concatenate([v[k] for v in case.inputs], axis=1) for k in ("part", "g part")}
     summed = {k: np.sum([v[k] for v in case.inputs], axis=0) for k in ("whole", "g whole")}

@@ -95,7 +95,10 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def judge_inside(case: Case) -> Iterator[Finding]:
-    """Requires masks that differ by rank, fork() and seed, and repeat if the seed is the same."""
+    """Requires masks that differ by rank, fork() and seed, and repeat if the seed is the same.
+
+    How seed and rank make a stream does not matter.
+    """
     names = ("first", "second", "again", "other", "zero", "more")
     found = {name: _masks(case, name) for name in names}
     masks = {name: each for name, each in found.items() if each is not None}

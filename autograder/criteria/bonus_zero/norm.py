@@ -177,7 +177,10 @@ def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -
 
 
 def judge_cost(case: Case) -> Iterator[Finding]:
-    """Requires one collective per call over all ranks, of at most 4 numbers, in full precision."""
+    """Requires one collective per call over all ranks, of at most 4 numbers, in full precision.
+
+    It may be an all-reduce or an all-gather, in float32 or float64.
+    """
     calls = len(case.inputs[0]["limits"])
     whole = {c.key: reaches_all(c, case.world_size) for c in case.trace.collectives}
     payloads = {c.key: c.payloads for c in case.trace.collectives}

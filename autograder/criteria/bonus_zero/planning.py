@@ -242,7 +242,11 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_train(case: Case) -> list[Finding]:
-    """Requires the losses, norms and parameters that one process computes."""
+    """Requires the losses, norms and parameters that one process computes.
+
+    A loss or norm may be a float or a tensor of one number. The mean over micro-batches may be
+    taken of losses or of the shards' gradients.
+    """
     findings: list[Finding] = []
     final, losses, norms = _reference(list(case.inputs), list(case.inputs[0]["limits"]))
     for rank, answer in enumerate(case.answers):

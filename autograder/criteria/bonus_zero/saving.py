@@ -102,7 +102,8 @@ def _count_numbers(value: Any, seen: set[int]) -> int:
 def judge_saved(case: Case) -> list[Finding]:
     """Requires that each rank saves a copy of its share, without communication.
 
-    All shares together have to have enough numbers for the whole state.
+    All shares together have to have enough numbers for the whole state. They may have any form,
+    and the padding and the shard in them or not.
     """
     findings: list[Finding] = []
     numel = sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])

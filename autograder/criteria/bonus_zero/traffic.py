@@ -197,7 +197,10 @@ def _scattered(case: Case, step: _LastStep) -> str:
 
 
 def judge_zero1(case: Case) -> list[Finding]:
-    """Allows one all-reduce of the gradient; each rank sends its share of the new parameters."""
+    """Allows one all-reduce of the gradient; each rank sends its share of the new parameters.
+
+    That may be an all-gather, with a list or without, or a broadcast by each owner.
+    """
     n, whole = case.world_size, 4 * _numel(case)
     # The ranks may all-gather the shares in a ring, or each owner may broadcast its share.
     most = whole * (2 * (n - 1) / n + 1)
@@ -205,7 +208,10 @@ def judge_zero1(case: Case) -> list[Finding]:
 
 
 def judge_zero2(case: Case) -> list[Finding]:
-    """Allows one reduce-scatter per micro-batch; each rank sends its share of the parameters."""
+    """Allows one reduce-scatter per micro-batch; each rank sends its share of the parameters.
+
+    Any collective that sends no more will do, also a reduce-scatter with a list.
+    """
     n, whole = case.world_size, 4 * _numel(case)
     most = whole * (2 * (n - 1) / n + 1)  # one reduce-scatter for each of two micro-batches
     return _judge(

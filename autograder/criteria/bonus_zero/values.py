@@ -80,7 +80,8 @@ def _mean(case: Case, steps: tuple[int, ...]) -> list[np.ndarray]:
 def judge_reduce(case: Case) -> list[Finding]:
     """Requires each number of the mean once, on one rank; a further reduce() adds to the shares.
 
-    Gradients of a group that is reduced are gone before those of later groups are.
+    Gradients of a group that is reduced are gone before those of later groups are. A mean may be
+    taken by group or by tensor, divided before or after the sum.
     """
     findings: list[Finding] = []
     for step, what in enumerate(

@@ -1,5 +1,7 @@
 """Column-parallel in one function: the weight's gradient while the input's travels.
 
+Rank and number of ranks are the notebook's RANK and WORLD_SIZE.
+
 loses: nothing
 class: example
 """
@@ -7,10 +9,10 @@ class: example
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):
-    n = dist.get_world_size()
+    n = WORLD_SIZE
     if tensor.shape[dim] % n:
         raise ValueError(f"{tensor.shape[dim]} features cannot be split over {n} ranks")
-    return tensor.chunk(n, dim)[dist.get_rank()]
+    return tensor.chunk(n, dim)[RANK]
 
 
 def parameter(tensor):
@@ -52,8 +54,8 @@ class ColumnParallelLinear(nn.Linear):
             y = F.linear(self.enter(x), self.weight, self.bias)
         if not self.gather_output:
             return y
-        n, rank, own = dist.get_world_size(), dist.get_rank(), y.shape[-1]
-        return sum_out(F.pad(y, (rank * own, (n - 1 - rank) * own)))
+        own = y.shape[-1]
+        return sum_out(F.pad(y, (RANK * own, (WORLD_SIZE - 1 - RANK) * own)))
 
 
 class RowParallelLinear(nn.Module):

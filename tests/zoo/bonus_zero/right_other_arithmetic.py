@@ -1,5 +1,7 @@
 """Other words for the same: hstack and pad, a norm in float64, formulas as tables.
 
+A training step returns its norm as a vector of one number.
+
 loses: nothing
 """
 
@@ -60,4 +62,4 @@ def train_step(model, optimizer, micro_batches, loss_fn, max_norm):
     norm = optimizer.clip_grad_norm(max_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return torch.stack(losses).mean().item(), float(norm)
+    return torch.stack(losses).mean().item(), torch.tensor([norm])
