@@ -196,8 +196,9 @@ def broken_train(
 # - `make_data(generator)` draws a whole dataset `(x, y)` out of a `torch.Generator`. All ranks
 #   train on *one* dataset, the one that a generator seeded with `seed` gives.
 # - In an epoch every sample goes through exactly one rank. (If the number of samples is no multiple
-#   of the number of ranks, a few come twice.) `batch_size` is that of one rank.
-# - Every epoch deals the samples out in another order.
+#   of the number of ranks, a few come twice: all ranks have equally many.) `batch_size` is that of
+#   one rank.
+# - Every epoch deals all samples out anew, in another order: no rank keeps its share.
 # - Plain SGD; one step per batch, with the gradient of that batch and nothing else, also if `model`
 #   brings gradients along; the mean over ranks. `model` itself is trained.
 # - After each epoch rank 0, and no other, writes the weights to `path`, with `torch.save`. Their

@@ -104,6 +104,12 @@ def explain_scales(case: Case, rank: int, first: float) -> str:
     if any(not np.isfinite(v).all() for v in weights if is_floats(v)):
         stays = "the optimizer has stepped with it, and the weights are no longer finite."
     step = flags.index(True) if any(flags) else 0
+    falls_at_once = isinstance(got, list) and got[:2] == [first, first / 2]
+    if falls_at_once and step > 1 and any(np.nanmax(abs(v)) > 1e9 for v in weights if is_floats(v)):
+        return (
+            "It falls before any gradient overflows, and the weights are huge: max_norm shortens "
+            "gradients that are longer, and leaves all others as they are."
+        )
     for found, hint in (
         (since, f"Since the first overflow, in step {step}, each step counts as one: {stays}"),
         (since_inf, "A gradient that is infinite and not nan is an overflow, too: isfinite()."),

@@ -125,6 +125,8 @@ def judge_evaluate(
             hint = "Every sample has the same weight: sum over samples, then divide, once."
             if rank and oracle.agrees(case.answers[0].get(f"loss/{number}"), expected):
                 hint = "Rank 0 has the right loss: every rank needs the sums of all ranks."
+            if n < case.world_size and finite_floats(answer.get(f"loss/{number}"), ()) is None:
+                hint = "A rank without samples has no mean of its own: 0 / 0 is nan."
             if wrong := oracle.differs(
                 rank, f"{where}: loss", answer.get(f"loss/{number}"), expected, hint=hint
             ):

@@ -118,6 +118,7 @@ def judge_seed_dropout(case: Case) -> Iterator[Finding]:
                         )
                     )
                     return
+        for a in range(world_size):
             if not np.allclose(first[a], again[a]):
                 yield Finding(
                     f"seed={seed}, rank={a}: a second call, as in another process, gave other "
@@ -132,8 +133,10 @@ def judge_seed_dropout(case: Case) -> Iterator[Finding]:
                     "matter: seed anew once it is built."
                 )
                 return
-    if np.allclose(found[0][0], found[1][0]):
-        yield Finding(
-            "two seeds gave the same random numbers after the model was built, on one rank: "
-            "they have to depend on both `seed` and `rank`."
-        )
+    for rank in range(min(VIRTUAL_WORLDS)):
+        if np.allclose(found[0][rank], found[1][rank]):
+            yield Finding(
+                f"rank={rank}: two seeds gave the same random numbers after the model was built: "
+                "they have to depend on both `seed` and `rank`."
+            )
+            return

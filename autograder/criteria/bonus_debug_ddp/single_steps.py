@@ -319,6 +319,10 @@ def _norm(gradients: list[np.ndarray]) -> float:
     return float(np.sqrt(sum((g**2).sum() for g in gradients)))
 
 
+def _shortened(gradient: np.ndarray, max_norm: float) -> np.ndarray:
+    return gradient * min(1.0, max_norm / (_norm([gradient]) + 1e-6))
+
+
 def _expected(case: Case, mistake: str = "") -> tuple[list[np.ndarray], list[float]]:
     """The weights after all steps, and the scale after each step; also with a known mistake."""
     inputs = case.inputs[0]
@@ -331,6 +335,11 @@ def _expected(case: Case, mistake: str = "") -> tuple[list[np.ndarray], list[flo
             factor = min(1.0, inputs["max_norm"] / (_norm(gradients) + 1e-6))
             if mistake == "updated first" and good + 1 == inputs["growth_interval"]:
                 factor /= 2
+            elif mistake == "clips each":
+                gradients, factor = [_shortened(g, inputs["max_norm"]) for g in gradients], 1.0
+            elif mistake == "clips values":
+                limit = inputs["max_norm"]
+                gradients, factor = [g.clip(-limit, limit) for g in gradients], 1.0
             for p, g in zip(model.parameters(), gradients, strict=True):
                 p.grad = factor * torch.from_numpy(g)
             optimizer.step()
@@ -386,8 +395,17 @@ def judge_scaler(case: Case) -> Iterable[Finding]:
     return _judge_scaled(case, _explain_scaled, with_scales=True)
 
 
+def _is_mistake(case: Case, mistake: str) -> bool:
+    """Whether all ranks have the weights that a known mistake leads to."""
+    values = _expected(case, mistake)[0]
+    return all(
+        oracle.agrees(answer.get(f"p{i}"), value)
+        for answer in case.answers
+        for i, value in enumerate(values)
+    )
+
+
 def _explain_scaled(case: Case) -> str:
-    names = [f"p{i}" for i in range(len(_expected(case)[0]))]
     for mistake, hint in (
         (
             "updated first",
@@ -400,16 +418,12 @@ def _explain_scaled(case: Case) -> str:
             "momentum, and the weights moved. There it takes no step.",
         ),
     ):
-        values = _expected(case, mistake)[0]
-        if all(
-            oracle.agrees(answer.get(name), value)
-            for answer in case.answers
-            for name, value in zip(names, values, strict=True)
-        ):
+        if _is_mistake(case, mistake):
             return hint
     return (
-        "In some of these steps the scale changes: divide by the scale that this step's loss was "
-        "multiplied with. In some a gradient is not finite: there the optimizer takes no step."
+        "In some of these steps the scale changes: divide p.grad itself, not a copy, by the scale "
+        "that this step's loss was multiplied with. In some a gradient is not finite: there the "
+        "optimizer takes no step."
     )
 
 
@@ -417,6 +431,10 @@ def judge_clip(case: Case) -> Iterator[Finding]:
     """`max_norm` limits the norm of the true (unscaled) gradient."""
 
     def explain(case: Case) -> str:
+        if _is_mistake(case, "clips each"):
+            return "Each parameter was clipped for itself: max_norm limits one norm, over all."
+        if _is_mistake(case, "clips values"):
+            return "Each number was clipped for itself: max_norm limits the norm, over all."
         return (
             f"max_norm is {case.inputs[0]['max_norm']:.4g}, a limit for the true gradient: divide "
             "by the scale first, and then clip."

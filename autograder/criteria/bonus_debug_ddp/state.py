@@ -266,11 +266,11 @@ def judge_resume(case: Case) -> Iterator[Finding]:
             yield Finding(
                 f"load_checkpoint returned {answer.get('step')}; saved were, in this order, the "
                 f"steps {inputs['saved']}. "
-                + (
-                    "That is the first of them, and the largest number: the last one counts."
-                    if told(answer, "step") == inputs["saved"][0]
-                    else "It is the last one that counts, not the last by name."
-                ),
+                + {
+                    inputs["saved"][0]: "That is the first of them, and the largest number: the "
+                    "last one counts.",
+                    inputs["saved"][1]: "It is the last one that counts, not the last by name.",
+                }.get(told(answer, "step"), "No such step was saved: return the one that was."),
                 rank,
             )
             continue
@@ -285,35 +285,46 @@ def judge_resume(case: Case) -> Iterator[Finding]:
 
 
 NUM_DRAWN = 6
+EARLIER, LAST = 1, 2  # the steps of the saves in `observe_random`
 
 
 def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
-    """The random numbers that this rank draws after the save, and after a restart."""
+    """The random numbers that this rank draws after the last save, and after a restart."""
     save_checkpoint, load_checkpoint = subject
     folder = _shared_folder(context)
     model = oracle.mlp(inputs).to(context.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(inputs["seed"])
-        torch.rand(inputs["before"])
-        save_checkpoint(folder, model, optimizer, 1)
-        dist.barrier()  # a save that does not wait costs only `debug_resume_optimizer`
+        for step, before in (EARLIER, 1), (LAST, inputs["before"]):
+            torch.manual_seed(inputs["seed"])
+            torch.rand(before)
+            save_checkpoint(folder, model, optimizer, step)
+            dist.barrier()  # a save that does not wait costs only `debug_resume_optimizer`
         went_on = torch.rand(NUM_DRAWN).numpy()
         torch.manual_seed(0)  # a new process does not have the old generator state
-        load_checkpoint(folder, model, optimizer)
-        return {"drawn": torch.rand(NUM_DRAWN).numpy(), "went on": went_on}
+        step = load_checkpoint(folder, model, optimizer)
+        drawn = torch.rand(NUM_DRAWN).numpy()
+        is_earlier = isinstance(step, int) and step == EARLIER
+        return {"drawn": drawn, "went on": went_on, "earlier": is_earlier}
+
+
+def _numbers(seed: int, before: int = 0) -> np.ndarray:
+    """What a generator gives that has drawn `before` numbers since it was seeded."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.rand(before, generator=generator)
+    return torch.rand(NUM_DRAWN, generator=generator).numpy()
 
 
 def judge_random(case: Case) -> Iterator[Finding]:
-    """Each rank continues its own sequence of random numbers."""
-    expected = []
-    for inputs in case.inputs:
-        generator = torch.Generator().manual_seed(inputs["seed"])
-        torch.rand(inputs["before"], generator=generator)
-        expected.append(torch.rand(NUM_DRAWN, generator=generator).numpy())
-    new = torch.rand(NUM_DRAWN, generator=torch.Generator().manual_seed(0)).numpy()
+    """Each rank continues its own sequence of random numbers.
+
+    Whoever loads an earlier checkpoint as a whole loses only `debug_resume_optimizer`.
+    """
+    expected = [_numbers(inputs["seed"], inputs["before"]) for inputs in case.inputs]
     for rank, answer in enumerate(case.answers):
-        got = answer.get("drawn")
+        got, seed = answer.get("drawn"), case.inputs[rank]["seed"]
+        earlier = _numbers(seed, 1)
+        is_whole = told(answer, "earlier") is True and same_array(got, earlier)
         hint = "Dropout after the restart uses other masks than the uninterrupted run."
         if (
             rank
@@ -321,15 +332,19 @@ def judge_random(case: Case) -> Iterator[Finding]:
             and differs(0, "", got, expected[0], rtol=1e-6, atol=1e-6) is None
         ):
             hint = "That is how rank 0 goes on: every rank has a state of its own."
-        if same_array(got, new):
+        if same_array(got, _numbers(0)):
             hint = "That is how a new process begins: the generator's state has to come back."
+        if same_array(got, earlier):
+            hint = "That is how this rank went on after an earlier save: the last one counts."
+        if same_array(got, _numbers(seed)):
+            hint = "That is how it began after its seed: its state has to come back, not the seed."
         goes_on = "A run that saves goes on as one that does not: save_checkpoint draws no numbers."
-        for what, numbers, why in (
-            ("the restart", got, hint),
-            ("save_checkpoint, without a restart", answer.get("went on"), goes_on),
+        went_on = answer.get("went on")
+        for what, numbers, right, why in (
+            ("the restart", got, earlier if is_whole else expected[rank], hint),
+            ("save_checkpoint, without a restart", went_on, expected[rank], goes_on),
         ):
             what = f"random numbers after {what}"
-            right = expected[rank]
             if wrong := differs(rank, what, numbers, right, rtol=1e-6, atol=1e-6, hint=why):
                 yield wrong
                 break

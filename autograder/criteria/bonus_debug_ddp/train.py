@@ -7,7 +7,7 @@ which sample. Data that ignores the generator hides how the generator was seeded
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,10 +100,11 @@ def draw_data(draw: Draw) -> list[Values]:
 def draw_shares(draw: Draw) -> list[Values]:
     """One epoch over rows that can be told apart; the ranks cannot share them evenly.
 
-    A rank's last batch is smaller than the others, and belongs to its share, too.
+    A rank's last batch is smaller than the others, and belongs to its share, too. A rank whose
+    share is not filled up has no such batch: its steps are fewer than those of the others.
     """
-    missing = int(draw.world_size > 1)
-    return _draw(draw, 1, missing=missing, equal_rows=False, generated=False, batch_size=4)
+    missing, size = int(draw.world_size > 1), PER_RANK - 1
+    return _draw(draw, 1, missing=missing, equal_rows=False, generated=False, batch_size=size)
 
 
 def draw_epochs(draw: Draw) -> list[Values]:
@@ -171,15 +172,24 @@ def _observe(train: Any, inputs: Values, context: Context) -> Values:
         answer: Values = {"seen": np.array(record.seen), "written": path.exists()}
         answer["saved before"], answer["sizes"] = record.was_saved, record.sizes[:500]
         if path.exists() and context.rank == 0:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            answer["keys"] = [str(key) for key in saved]
-            for key, value in saved.items():
-                if isinstance(value, torch.Tensor):
-                    answer[f"saved {key}"] = value.detach().numpy().copy()
+            answer |= _read(path)
     trained = model if inputs.get("itself") else record.trained or model
     for name, value in trained.state_dict().items():
         answer[name] = value.detach().cpu().numpy().copy()
     return answer
+
+
+def _read(path: Path) -> Values:
+    """The names and tensors in the file; what is no state dict costs only `debug_train_saved`."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the student has written
+        return {"unreadable": str(error)}
+    if not isinstance(saved, Mapping):
+        return {"unreadable": f"it holds a {type(saved).__name__}"}
+    tensors = {k: v for k, v in saved.items() if isinstance(v, torch.Tensor)}
+    values = {f"saved {key}": value.detach().numpy().copy() for key, value in tensors.items()}
+    return values | {"keys": [str(key) for key in saved]}
 
 
 def set_old_gradients(model: nn.Module) -> None:
@@ -263,41 +273,54 @@ def _explain_steps(case: Case, steps: list[list[list[int]]], rank: int) -> str:
             f"Batches of {', '.join(other)} samples went through this rank's model: "
             f"batch_size={size} is that of one rank."
         )
-    x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
-    everyone = range(case.world_size)
-    for cleared_from, ranks, hint in (
-        (
-            len(steps),
-            everyone,
-            "Each step still holds the gradients of the steps before it: clear them before "
-            "backward().",
-        ),
-        (
-            1,
-            everyone,
-            "The first step still holds gradients that `model` had before: clear them before "
-            "backward(), not after the step.",
-        ),
-        (
-            0,
-            [rank],
-            "This rank's own gradient alone was stepped with: in DDP, backward() averages it over "
-            "the ranks.",
-        ),
-    ):
-        model = Recorded(inputs, torch.float64)
-        set_old_gradients(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        for number, step in enumerate(steps):
-            if number >= cleared_from:
-                optimizer.zero_grad()
-            losses = [F.cross_entropy(model(x[step[r]]), y[step[r]]) for r in ranks]
-            torch.stack(losses).mean().backward()
-            optimizer.step()
-        values = model.state_dict()
+    for cleared, ranks, factor, hint in _known_mistakes(case, len(steps), rank):
+        values = _after(case, steps, cleared, ranks, factor)
         if all(oracle.agrees(answer.get(name), values[name].numpy()) for name in NAMES):
             return hint
-    return "Is every rank's gradient in each step, and no older one?"
+    return (
+        "Is every rank's gradient in each step, and no older one? A plain step is `lr` times the "
+        "mean gradient, without momentum."
+    )
+
+
+def _known_mistakes(
+    case: Case, num_steps: int, rank: int
+) -> Iterator[tuple[range, Sequence[int], float, str]]:
+    """Where gradients are cleared, whose count, times what they count, and what to say of it."""
+    every, everyone, w = range(num_steps), range(case.world_size), case.world_size
+    size, per_epoch = case.inputs[0]["batch_size"], -(-num_steps // case.inputs[0]["num_epochs"])
+    hint = "Each step still holds the gradients of the steps before it: clear them before "
+    yield range(0), everyone, 1.0, f"{hint}backward()."
+    hint = "The first step still holds gradients that `model` had before: clear them before "
+    yield every[1:], everyone, 1.0, f"{hint}backward(), not after the step."
+    hint = "Each step still holds the gradients of the epoch's earlier steps: clear them before "
+    yield every[::per_epoch], everyone, 1.0, f"{hint}each backward()."
+    hint = "This rank's own gradient alone was stepped with: in DDP, backward() averages it over "
+    yield every, [rank], 1.0, f"{hint}the ranks."
+    hint = "use `lr` as it is, and means over the ranks and over a batch's samples, not sums."
+    for factor in {w, size} - {1}:
+        yield every, everyone, factor, f"Each step was {factor} times too long: {hint}"
+    if w > 1:
+        hint = "use `lr` as it is, and divide by the number of ranks once, as DDP does."
+        yield every, everyone, 1 / w, f"Each step was {w} times too short: {hint}"
+
+
+def _after(
+    case: Case, steps: list[list[list[int]]], cleared: range, ranks: Sequence[int], factor: float
+) -> dict[str, torch.Tensor]:
+    """The weights after other steps than the right ones."""
+    inputs = case.inputs[0]
+    x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
+    model = Recorded(inputs, torch.float64)
+    set_old_gradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR * factor)
+    for number, step in enumerate(steps):
+        if number in cleared:
+            optimizer.zero_grad()
+        losses = [F.cross_entropy(model(x[step[r]]), y[step[r]]) for r in ranks]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return model.state_dict()
 
 
 def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
@@ -382,7 +405,7 @@ def judge_shares(case: Case) -> Iterator[Finding]:
 
 
 def judge_epochs(case: Case) -> Iterator[Finding]:
-    """Every epoch has a different order."""
+    """Every epoch has a different order, and no rank keeps its share."""
     epochs = _epochs(case)
     if isinstance(epochs, Finding):
         yield epochs
@@ -396,6 +419,12 @@ def judge_epochs(case: Case) -> Iterator[Finding]:
                     rank,
                 )
                 return
+    shares = [[set(own.tolist()) for own in epoch] for epoch in epochs]
+    if case.world_size > 1 and all(epoch == shares[0] for epoch in shares):
+        yield Finding(
+            "each rank has the same samples in every epoch, only in another order: deal all "
+            "samples out anew, from another permutation of the whole dataset."
+        )
 
 
 def judge_saved(case: Case) -> Iterator[Finding]:
@@ -415,6 +444,13 @@ def judge_saved(case: Case) -> Iterator[Finding]:
         yield Finding(
             "there was no file yet in the last of two epochs: save after each epoch, or a job that "
             "dies has nothing.",
+            0,
+        )
+        return
+    if unreadable := told(answer, "unreadable"):
+        yield Finding(
+            f"torch.load(path) gives no state_dict: {str(unreadable).split('. ')[0][:160]}. Save "
+            "model.state_dict(), not the model itself.",
             0,
         )
         return
