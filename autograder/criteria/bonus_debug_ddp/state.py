@@ -262,15 +262,15 @@ def judge_resume(case: Case) -> Iterator[Finding]:
                 rank,
             )
             continue
-        if told(answer, "step") != inputs["saved"][-1]:
+        if (step := told(answer, "step")) != inputs["saved"][-1]:
+            why = "No such step was saved: return the one that was."
+            if step == inputs["saved"][0]:
+                why = "That is the first of them, and the largest number: the last one counts."
+            elif step == inputs["saved"][1]:
+                why = "It is the last one that counts, not the last by name."
             yield Finding(
                 f"load_checkpoint returned {answer.get('step')}; saved were, in this order, the "
-                f"steps {inputs['saved']}. "
-                + {
-                    inputs["saved"][0]: "That is the first of them, and the largest number: the "
-                    "last one counts.",
-                    inputs["saved"][1]: "It is the last one that counts, not the last by name.",
-                }.get(told(answer, "step"), "No such step was saved: return the one that was."),
+                f"steps {inputs['saved']}. {why}",
                 rank,
             )
             continue
