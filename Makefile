@@ -53,7 +53,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  export JUPYTER_CONFIG_PATH="$(CURDIR)/autograder/authoring/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
 	  exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
-test: $(VENV)/.installed-dev ## check style, types and built files, and run all tests but slow ones, in 8 minutes on two cores (PART=kernel)
+test: $(VENV)/.installed-dev ## check style, types and built files, and run all tests but slow ones, in 10 minutes on two cores (PART=kernel)
 	@$(PYTEST) $(WORKERS) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## check what has changed since the last commit: style, types and the tests nearest to it, in a minute
