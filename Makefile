@@ -31,8 +31,8 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Without compiled files every kernel, rank and grader would compile the course anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Much of what tests do is waiting: two processes more than there are cores.
-WORKERS ?= $(shell echo $$(($$(nproc) + 2)))
+# Much of what tests do is waiting: one process more than there are cores, and two in make test.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --numprocesses
 IN_PART := $(addprefix tests/,$(PART))
 
@@ -54,7 +54,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
 test: $(VENV)/.installed-dev ## check style, types and built files, and run all tests but slow ones, in 10 minutes on two cores (PART=kernel)
-	@$(PYTEST) $(WORKERS) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
+	@$(PYTEST) $$(($(WORKERS) + 1)) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## check what has changed since the last commit: style, types and the tests nearest to it, in a minute
 	@$(BIN)/python tests/helpers/check.py --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder

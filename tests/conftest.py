@@ -138,7 +138,7 @@ def _begin_with_what_takes_long(items: list[pytest.Item]) -> None:
     alone: list[pytest.Item] = []
     for item in items:
         mark = item.get_closest_marker("xdist_group")
-        (groups.setdefault(str(mark.args), []) if mark else alone).append(item)
+        (groups.setdefault(mark.args[0], []) if mark else alone).append(item)
     between = len(alone) * 2 // 3 // max(1, len(groups))
     items[:] = [
         item

@@ -29,7 +29,7 @@ def seconds_saved(inputs):
 
 
 def traffic(n, ranks, strategy, size=4):
-    return (3 if strategy == "zero3" else 2) * (ranks - 1) / ranks * n * size * 8
+    return (3 if strategy == "zero3" else 2) * (ranks - 1) / ranks * n * size / 1024
 
 
 # (lab, criterion, what the factor is, functions of a student or what makes them)
@@ -45,7 +45,7 @@ WRONG = [
         *("bonus_ring_all_reduce", "ring_bus", "1/1,000,000,000 of"),
         lambda _: lambda b, n, s: 2 * (n - 1) / n * b / s / 1e9,
     ),
-    ("bonus_zero", "zero_bytes", "8 times", lambda _: of_zero(8)),
+    ("bonus_zero", "zero_bytes", "1,000 times", lambda _: of_zero(1000)),
     (
         *("bonus_tensor_parallel", "btp_paper", "1/1,048,576 of"),
         lambda _: (
@@ -68,7 +68,7 @@ WRONG = [
         ),
     ),
     ("bonus_powersgd", "powersgd_seconds", "1,000 times", seconds_saved),
-    ("lab3_fsdp", "fsdp_choice", "8 times", lambda _: (traffic, lambda *_, **__: "ddp")),
+    ("lab3_fsdp", "fsdp_choice", "1/1,024 of", lambda _: (traffic, lambda *_, **__: "ddp")),
 ]
 
 
@@ -85,7 +85,11 @@ def test_a_wrong_unit_is_called_one(lab, name, times, make):
         assert f"That is {times} the right value: look at the unit." in finding.message
 
 
-@pytest.mark.parametrize("got", [None, "3", True, [3.0], np.zeros(3), np.array(["a"]), 0.0, 3.0])
+NO_UNIT = (None, "3", True, [3.0], np.zeros(3), np.array(["a"]), 0.0, 3.0, 24.0)
+OF_TWO = (["a", "b"], [3e3 + 1j, 5e3], [None, 5e3], [24.0, 40.0])
+
+
+@pytest.mark.parametrize("got", [*NO_UNIT, *map(np.array, OF_TWO)])
 def test_anything_else_is_no_wrong_unit(got):
     assert unit_hint(got, 3.0) == ""
     assert unit_hint(got, np.array([3.0, 5.0])) == ""

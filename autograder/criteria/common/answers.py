@@ -125,13 +125,16 @@ def described_numbers(values: Any) -> Any:
 def unit_hint(got: Any, expected: Any) -> str:
     """A sentence if `got` is `expected` in a different unit, otherwise "".
 
-    Numbers or arrays of them: a power of 1,000 (ms for s) or of 1,024 (KiB for bytes), or 8 (bits).
+    Numbers or arrays of them: a power of 1,000 (ms for s) or of 1,024 (KiB for bytes). 8 (bits) may
+    as well be a count of something, so it is no unit here.
     """
-    if not isinstance(got, np.ndarray):
+    if isinstance(got, np.ndarray):
+        got = got if got.dtype.kind in "fiu" else None
+    else:
         got = as_number(got)
     if got is None or np.shape(got) != np.shape(expected) or not np.any(expected):
         return ""
-    for factor in (8, 1e3, 1e6, 1e9, 2**10, 2**20, 2**30):
+    for factor in (1e3, 1e6, 1e9, 2**10, 2**20, 2**30):
         for times, how in ((factor, f"{factor:,.0f} times"), (1 / factor, f"1/{factor:,.0f} of")):
             if np.allclose(got, np.multiply(expected, times), rtol=1e-6, atol=0.0):
                 return f"That is {how} the right value: look at the unit."
