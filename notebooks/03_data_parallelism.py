@@ -53,7 +53,6 @@ from minidist.parallel.data import (
     check_same_model,
     clip_grad_norm,
     convert_sync_batch_norm,
-    join,
 )
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -74,12 +73,12 @@ from types import SimpleNamespace
 
 import numpy as np
 from IPython.display import display
+from torch.utils.data import DistributedSampler
 
 from minidist import cost, emulate
 from minidist.claims import claim
 from minidist.emulate.teach import run_traced
 from minidist.plots import COLOURS, new_figure, plot_bars, plot_lines, plot_timeline, style
-from minidist.sampler import DistributedSampler
 from minidist.widgets import explore, predict
 
 # %% [markdown]
@@ -147,6 +146,14 @@ def network(bytes_per_s: float, latency_s: float, num_devices: int = 64) -> emul
 
 ETHERNET = network(1.25e9, 50e-6)  # 10 Gbit/s are 1.25 GB/s
 plan = emulate.ChargePlan((FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS, b"lecture 3")
+
+
+def last_step_s(timeline) -> float:
+    return timeline.steps[-1].end_s - timeline.steps[-1].start_s
+
+
+# %%
+# %%rank 0
 WAYS = {
     "naive": "1 · one all-reduce per parameter, after backward",
     "flat": "2 · one all-reduce of everything, after backward",
@@ -156,12 +163,6 @@ WAYS = {
 traces = {way: run_traced(train_two_steps, 4, way, plan=plan)[1] for way in WAYS}
 
 
-def last_step_s(timeline) -> float:
-    return timeline.steps[-1].end_s - timeline.steps[-1].start_s
-
-
-# %%
-# %%rank 0
 def draw_rank0(timelines: dict, width_s: float):
     """The last step of rank 0 of several timelines, below each other, on one time axis."""
     figure, _ = new_figure(8.5, 0.6 + 1.05 * len(timelines))
@@ -222,10 +223,9 @@ def gradient(model) -> torch.Tensor:
 
 def mean_gradient(mine: slice) -> torch.Tensor:
     """The mean over ranks of the gradients of each rank's samples."""
-    model = make_mlp()
-    mse(model(inputs[mine]), targets[mine]).backward()
-    average_gradients(model)
-    return gradient(model)
+    ddp = DistributedDataParallel(make_mlp())  # its backward averages
+    mse(ddp(inputs[mine]), targets[mine]).backward()
+    return gradient(ddp)
 
 
 one_process = make_mlp()
@@ -269,9 +269,8 @@ display(
 
 # %%
 mine, share = (slice(0, 20), 20 / 24) if rank == 0 else (slice(20, 24), 4 / 24)
-weighted = make_mlp()
+weighted = DistributedDataParallel(make_mlp())
 (mse(weighted(inputs[mine]), targets[mine]) * share * world_size).backward()
-average_gradients(weighted)
 
 # %%
 # %%rank 0
@@ -387,17 +386,21 @@ def data_parallel_steps() -> None:
                 dist.send(torch.cat([w.grad.flatten() for w in weights]), 0)
 
 
+def ddp_steps() -> None:
+    """Three steps of torch's DDP, with buckets of two layers; the second orders them anew."""
+    model = nn.Sequential(*(emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=2 * LAYER_BYTES / 2**20)
+    for _ in range(3):
+        ddp(torch.ones(1, WIDTH)).square().mean().backward()
+
+
 # %%
 # %%rank 0
 sizes = (2, 3, 4) if quick else (2, 4, 8)
 star_traces = {n: run_traced(data_parallel_steps, n, plan=plan)[1] for n in sizes}
 star = {n: emulate.simulate(trace, ETHERNET) for n, trace in star_traces.items()}
-ring = {
-    n: timelines["bucketed"]
-    if n == 4
-    else emulate.simulate(run_traced(train_two_steps, n, "bucketed", plan=plan)[1], ETHERNET)
-    for n in sizes
-}
+ring_traces = {n: run_traced(ddp_steps, n, plan=plan)[1] for n in sizes}
+ring = {n: emulate.simulate(trace, ETHERNET) for n, trace in ring_traces.items()}
 start_s = star[4].steps[-1].start_s - LAYERS * LAYER_BYTES / 1.25e9  # its first message
 plot_timeline(star[4], start_s=start_s, title="DataParallel on 4 GPUs: all wires lead to device 0")
 
@@ -433,9 +436,7 @@ plot_lines(
 def gain(bytes_per_s: float) -> float:
     """How many times as fast as DataParallel DDP is, on 4 GPUs."""
     cluster = network(bytes_per_s, 50e-6)
-    slow, fast = (
-        emulate.simulate(t[key], cluster) for t, key in ((star_traces, 4), (traces, "bucketed"))
-    )
+    slow, fast = (emulate.simulate(t[4], cluster) for t in (star_traces, ring_traces))
     return period_s(slow) / last_step_s(fast)
 
 
@@ -451,7 +452,7 @@ display(
     ),
     claim(
         "exposed communication of DDP on 4 GPUs, ms: the all-reduce of one bucket of two layers",
-        step_ms["bucketed"] - 1e3 * COMPUTE_S,
+        1e3 * (last_step_s(ring[4]) - COMPUTE_S),
         1e3 * cost.all_reduce_seconds(num_bytes=2 * LAYER_BYTES, num_ranks=4, link=wire),
         rtol=1e-6,
     ),
@@ -749,10 +750,11 @@ display(
 #
 # Now the two real ranks, recorded by
 # [torch's profiler](https://docs.pytorch.org/docs/stable/profiler.html). The model has eight layers
-# of 512 × 512; buckets take two layers. Our `BucketedDDP` takes a `reduce` function; we use it to
-# write down the order of events as well.
+# of 512 × 512, in torch's DDP; buckets take two layers. A communication hook writes down the order
+# of events as well.
 
 # %%
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minidist.profile.timeline import gather_timeline
@@ -763,17 +765,15 @@ deep = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to(device)
 diary = []
 
 
-def reduce_and_note(flat: torch.Tensor):
+def reduce_and_note(state, bucket: dist.GradBucket):
     diary.append("bucket")
-    return dist.all_reduce(flat, async_op=True)
+    return default_hooks.allreduce_hook(state, bucket)
 
 
-for index, each in enumerate(deep):  # before the wrapper's own hooks, so that these run first
+for index, each in enumerate(deep):  # these run before DDP's own hooks
     each.weight.register_post_accumulate_grad_hook(lambda w, index=index: diary.append(index))
-two_layers = 2 * (512 * 512 + 512) * 4
-ddp = BucketedDDP(
-    deep, bucket_bytes=two_layers, first_bucket_bytes=two_layers, reduce=reduce_and_note
-)
+ddp = DistributedDataParallel(deep, bucket_cap_mb=2 * (512 * 512 + 512) * 4 / 2**20)
+ddp.register_comm_hook(None, reduce_and_note)
 
 # %% [markdown]
 # Three steps to settle, and one that is recorded:
@@ -788,7 +788,7 @@ def one_step() -> None:
 
 
 for _ in range(3):
-    one_step()  # the first step settles the buckets
+    one_step()  # the second step orders the buckets anew
 diary.clear()
 activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
 with profile(activities=activities) as profiler, record_function("step"):
@@ -810,7 +810,7 @@ plot_timeline(
     shown,
     start_s=window.start_s,
     end_s=window.end_s,
-    title="BucketedDDP on two real processes: all-reduces run beside backward",
+    title="DDP on two real processes: all-reduces run beside backward",
 )
 
 # %% [markdown]
@@ -921,9 +921,9 @@ print("best bucket, MiB:", {name: round(k * layer_mib) for name, k in best.items
 display(
     bucket_guess.reveal(round(best_mib[1])),
     claim(
-        "the written trace takes as long as the run of real ranks, ms",
+        "the written trace takes as long as torch's DDP on real ranks, ms",
         written_ms(ETHERNET, 2),
-        step_ms["bucketed"],
+        1e3 * last_step_s(ring[4]),
         rtol=1e-6,
     ),
     claim(
@@ -1078,7 +1078,7 @@ plot_timeline(with_straggler(1.5), title="Rank 2 is slow, and everybody waits")
 # computes the same norm and nothing needs to be sent.
 
 # %%
-clipped = BucketedDDP(make_mlp())
+clipped = DistributedDataParallel(make_mlp())
 mine = slice(rank * size, (rank + 1) * size)
 mse(clipped(inputs[mine]), targets[mine]).backward()
 norm = clip_grad_norm(clipped.parameters(), max_norm=0.01)
@@ -1119,11 +1119,11 @@ def sampler_explorer(
     seen = set()
     parts = []
     for r in range(ranks):
-        sampler = DistributedSampler(
-            samples, rank=r, world_size=ranks, shuffle=shuffle, tail=tail, seed=0
-        )
+        drop = tail == "drop"
+        sampler = DistributedSampler(range(samples), ranks, r, shuffle=shuffle, drop_last=drop)
         sampler.set_epoch(epoch)
-        parts.append(list(sampler))
+        part = list(sampler)
+        parts.append(part[: math.ceil((samples - r) / ranks)] if tail == "uneven" else part)
     for column in range(max(map(len, parts))):
         for r, part in enumerate(parts):
             if column < len(part):
@@ -1196,7 +1196,7 @@ dist.all_gather_object(drawn, (plain_loader(42), plain_loader(42 + rank)))
 # %%rank 0
 N, NUM, BATCH = 4, 1000, 32
 alike, apart = ([batch for batch, _ in each] for each in zip(*drawn, strict=True))
-samplers = [DistributedSampler(NUM, rank=r, world_size=N) for r in range(N)]
+samplers = [DistributedSampler(range(NUM), N, r) for r in range(N)]
 epochs = []
 for epoch in (0, 0, 1):  # as if set_epoch had been forgotten, then with it
     samplers[0].set_epoch(epoch)
@@ -1236,8 +1236,7 @@ display(
 # %%
 # %%rank 0
 def steps_per_epoch(num: int, ranks: int, batch: int, drop: bool) -> int:
-    tail = "drop" if drop else "pad"
-    part = len(DistributedSampler(num, rank=0, world_size=ranks, tail=tail))
+    part = len(DistributedSampler(range(num), ranks, rank=0, drop_last=drop))
     return part // batch if drop else math.ceil(part / batch)
 
 
@@ -1377,17 +1376,18 @@ plot_lines(
 #
 # The ranks share the work in validation too. Two things go wrong there: padding counts some samples
 # twice, and the mean of the ranks' means is wrong if the ranks have different numbers of samples.
-# The right way: each sample once (`tail="uneven"`), and every metric is a **sum** and a **count**,
+# The right way: each sample once (an uneven tail), and every metric is a **sum** and a **count**,
 # reduced once at the end.
 
 # %%
+from torch.utils.data import DistributedSampler
+
 from minidist.metrics import WeightedMean, reduce_metrics
-from minidist.sampler import DistributedSampler
 
 torch.manual_seed(1)
 losses = torch.rand(7, dtype=torch.float64)  # the loss of each of 7 validation samples
-own = list(DistributedSampler(7, rank=rank, world_size=world_size, shuffle=False, tail="uneven"))
-padded = list(DistributedSampler(7, rank=rank, world_size=world_size, shuffle=False, tail="pad"))
+own = list(range(rank, 7, world_size))
+padded = list(DistributedSampler(range(7), world_size, rank, shuffle=False))
 
 metric = WeightedMean()
 for index in own:
@@ -1444,9 +1444,9 @@ dist.broadcast_object_list(box)
 folder = box[0]
 
 
-def train(first: int, last: int, checkpoints=None) -> BucketedDDP:
+def train(first: int, last: int, checkpoints=None) -> DistributedDataParallel:
     """Steps first … last - 1 with Adam; goes on from a checkpoint if there is one."""
-    ddp = BucketedDDP(make_mlp())
+    ddp = DistributedDataParallel(make_mlp())
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     state = {"model": ddp.module, "optimizer": optimizer}
     if checkpoints and first:
@@ -1581,8 +1581,9 @@ display(
 # ### More batches on one rank than on the other
 #
 # Rank 0 has three batches, rank 1 two. In the third step rank 0's all-reduce waits for a partner
-# that has left the loop. Mend it with equal numbers (`tail="drop"`, `drop_last=True`), or with a
-# `join` block, in which a rank without data answers with zeros.
+# that has left the loop. Mend it with equal numbers (`drop_last=True` for sampler and loader), or
+# with a `Join` block, in which a rank without data answers with zeros (ours:
+# `minidist.parallel.data.join`).
 
 
 # %%
@@ -1591,11 +1592,14 @@ def uneven_batches(mended: bool):
     import contextlib
     import time
 
+    from torch.distributed.algorithms.join import Join
+
     dist.init_process_group("gloo")
-    ddp = BucketedDDP(nn.Linear(2, 1), group=dist.new_group(timeout=timedelta(seconds=2)))
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
     steps = 0
     try:
-        with join(ddp) if mended else contextlib.nullcontext():
+        with Join([ddp]) if mended else contextlib.nullcontext():
             for _ in range(3 - dist.get_rank()):
                 ddp(torch.ones(1, 2)).sum().backward()
                 steps += 1

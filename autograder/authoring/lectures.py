@@ -200,11 +200,11 @@ def _shows(function: ast.expr) -> bool:
 
 
 def _stored(node: ast.stmt) -> Iterator[str]:
-    """The names of data that a statement makes."""
+    """The names of data that a statement makes; those of a comprehension end with it."""
     if not isinstance(node, _DEFINITIONS):
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                yield part.id
+        for symbol in _symbols(node).get_symbols():
+            if symbol.is_assigned():
+                yield symbol.get_name()
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
@@ -224,7 +224,7 @@ _parse = cache(parse_cell)
 def _global_names(node: ast.stmt) -> frozenset[str]:
     """The names of the notebook that a statement reads, now or when its functions are called."""
     found: set[str] = set()
-    todo = [symtable.symtable(ast.unparse(node), "cell", "exec")]
+    todo = [_symbols(node)]
     while todo:
         table = todo.pop()
         todo += table.get_children()
@@ -232,7 +232,12 @@ def _global_names(node: ast.stmt) -> frozenset[str]:
             top = table.get_type() == "module"
             if symbol.is_referenced() and (top or symbol.is_global()):
                 found.add(symbol.get_name())
-    return frozenset(found)
+    return frozenset(found) - {n.name for n in ast.walk(node) if isinstance(n, ast.ExceptHandler)}
+
+
+@cache
+def _symbols(node: ast.stmt) -> symtable.SymbolTable:
+    return symtable.symtable(ast.unparse(node), "cell", "exec")
 
 
 @cache

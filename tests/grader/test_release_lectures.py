@@ -21,7 +21,7 @@ from autograder.criteria import lab_names
 LIBRARY = ROOT / "lib" / "minidist"
 MISSING = {"minidist.precision.scaler": ("lab4_amp",), "minidist.elastic": ("lab5_multinode",)}
 LABS = [name for name in lab_names() if name.startswith("lab")]
-# Each lecture that comes before all labs are over, and the lab that most of its code waits for.
+# Each lecture, and the lab or bonus that most of its code waits for.
 # CI runs the first two, of which most waits, and `make nightly` the others.
 MOST_WAITS = [
     ("lab6_profiling", "11_finding_the_time"),
@@ -32,6 +32,11 @@ MOST_WAITS = [
     ("lab4_amp", "06_mixed_precision"),
     ("lab5_multinode", "10_many_nodes"),
     ("lab6_profiling", "09_hybrid_and_planning"),
+    ("lab1_ddp", "00_start_here"),
+    ("lab6_profiling", "01_why_distributed"),
+    ("bonus_ring_all_reduce", "02_collectives"),
+    ("bonus_pipeline", "07_pipeline_parallelism"),
+    ("bonus_tensor_parallel", "08_tensor_sequence_context"),
 ]
 
 
@@ -68,6 +73,19 @@ def lecture(tmp_path, *sources, outputs=()):
         (
             ["from minidist.elastic import Preemption as p", "def f(p):\n    return p", "f(1)"],
             ["", "def f(p):\n    return p", "f(1)"],
+        ),
+        # ... and neither is a comprehension's, or that of a caught error
+        (
+            ["from minidist.elastic import train", "e = 1", "{e: 1 for e in train()}", "e"],
+            ["", "e = 1", "", "e"],
+        ),
+        (
+            [
+                "from minidist.elastic import train",
+                "try:\n    train()\nexcept OSError as e:\n    print(e)",
+                "try:\n    1\nexcept OSError as e:\n    print(e)",
+            ],
+            ["", "", "try:\n    1\nexcept OSError as e:\n    print(e)"],
         ),
         # a name that is made anew is free again
         (["from minidist.elastic import Preemption as p", "p = 1", "p"], ["", "p = 1", "p"]),
@@ -140,7 +158,13 @@ def released(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lab", LABS)
+@pytest.mark.parametrize(
+    "lab",
+    [
+        name if name in LABS else pytest.param(name, marks=pytest.mark.nightly)
+        for name in lab_names()
+    ],
+)
 def test_every_name_that_a_lecture_reads_is_there(released, lab):
     """Of every lecture while any lab is open: also of those that are not run."""
     folder = released(lab)
