@@ -189,6 +189,8 @@ def train_step():
 
 for _ in range(3):
     train_step()
+
+# %%
 with watch() as profile:
     for _ in range(4):
         with torch.profiler.record_function("step"):
@@ -412,7 +414,7 @@ def with_ddp(bucket_mib, accumulate=1):
 
 # %% [markdown]
 # `trace_of` runs a program on four ranks and keeps its trace, `machine` is the network, and
-# `last_step` replays a trace on a network and divides the time of its last step.
+# `last_step` replays a trace on a network. All ranks do the same here, so rank 0 stands for all.
 
 
 # %%
@@ -429,11 +431,28 @@ def machine(mb_per_s=25.0, latency_ms=1.0, ranks=RANKS):
     return replace(emulate.clusters.pcie_a100(ranks), intra_node=link, inter_node=link)
 
 
+COMPUTE_S = LAYERS * (FORWARD_S + BACKWARD_S)
+
+
 def last_step(trace, cluster):
-    """The last step: timeline, window, and the shares of all ranks together."""
+    """The last step: timeline and window."""
     line = from_emulated(emulate.simulate(trace, cluster))
-    window = line.windows(0)[-1]
-    return line, window, total(p for p in step_shares(line) if p.name == window.name)
+    return line, line.windows(0)[-1]
+
+
+def seconds_of(window):
+    return window.end_s - window.start_s
+
+
+def utilization(line, window):
+    """Share of the step in which rank 0 computes."""
+    return COMPUTE_S / seconds_of(window)
+
+
+def hidden(line, window):
+    """Share of the communication that is not exposed; a step takes its compute and the exposed."""
+    sent_s = sum(seconds_of(s) for s in line.of(0, "communication") if s.start_s >= window.start_s)
+    return 1 - (seconds_of(window) - COMPUTE_S) / sent_s
 
 
 after = trace_of(reduce_after_backward)
@@ -454,11 +473,11 @@ hidden_guess
 # %%
 # %%rank 0
 serial, overlapped = last_step(after, machine()), last_step(bucketed[2], machine())
-draw(*serial[:2], f"All-reduce after backward: {serial[2].utilization:.1%} of the time computes")
+draw(*serial, f"All-reduce after backward: {utilization(*serial):.1%} of the time computes")
 
 # %%
 # %%rank 0
-draw(*overlapped[:2], f"DDP, two layers per bucket: {overlapped[2].utilization:.1%}")
+draw(*overlapped, f"DDP, two layers per bucket: {utilization(*overlapped):.1%}")
 
 # %% [markdown]
 # The same bytes, the same machine. In the second picture all buckets but the last hide behind the
@@ -467,7 +486,6 @@ draw(*overlapped[:2], f"DDP, two layers per bucket: {overlapped[2].utilization:.
 
 # %%
 # %%rank 0
-compute_s = LAYERS * (FORWARD_S + BACKWARD_S)
 layer_bytes = 4 * WIDTH**2
 
 
@@ -476,35 +494,45 @@ def all_reduce_s(layers):
     return 2 * (RANKS - 1) * 1e-3 + 2 * (RANKS - 1) / RANKS * layers * layer_bytes / 25e6
 
 
-step_s = {
-    name: part.step_s / RANKS for name, part in (("after", serial[2]), ("ddp", overlapped[2]))
-}
 display(
-    hidden_guess.reveal(100 * overlapped[2].overlap_fraction),
+    hidden_guess.reveal(100 * hidden(*overlapped)),
     claim(
         "after backward: compute + 12 all-reduces, seconds",
-        step_s["after"],
-        compute_s + 12 * all_reduce_s(1),
+        seconds_of(serial[1]),
+        COMPUTE_S + 12 * all_reduce_s(1),
         rtol=1e-9,
     ),
     claim(
         "DDP with two layers per bucket: compute + one bucket, seconds",
-        step_s["ddp"],
-        compute_s + all_reduce_s(2),
+        seconds_of(overlapped[1]),
+        COMPUTE_S + all_reduce_s(2),
         rtol=1e-9,
     ),
     claim(
         "utilisation rises from 58 % to 91 %",
-        [serial[2].utilization, overlapped[2].utilization],
+        [utilization(*serial), utilization(*overlapped)],
         [0.580, 0.906],
         rtol=2e-3,
     ),
     claim(
         "share of the communication that is hidden: 5 of 6 buckets",
-        overlapped[2].overlap_fraction,
+        hidden(*overlapped),
         5 / 6,
         rtol=1e-6,
     ),
+)
+
+# %% [markdown]
+# `step_shares` finds the same from any timeline, without being told what the layers take.
+
+# %%
+# %%rank 0
+part = [p for p in step_shares(overlapped[0]) if p.rank == 0][-1]
+claim(
+    "step_shares: utilisation and hidden share",
+    [part.utilization, part.overlap_fraction],
+    [utilization(*overlapped), hidden(*overlapped)],
+    rtol=1e-6,
 )
 
 # %% [markdown]
@@ -523,7 +551,7 @@ bucket_guess
 latencies = (0.1, 1.0, 3.0)
 curves = {
     f"{latency:g} ms": [
-        last_step(bucketed[k], machine(latency_ms=latency))[2].utilization for k in caps
+        utilization(*last_step(bucketed[k], machine(latency_ms=latency))) for k in caps
     ]
     for latency in latencies
 }
@@ -533,7 +561,7 @@ display(
     claim("the best bucket for 0.1, 1 and 3 ms of latency: layers", list(best.values()), [1, 2, 3]),
     claim(
         "with a single bucket nothing is hidden",
-        last_step(bucketed[12], machine())[2].overlap_fraction,
+        hidden(*last_step(bucketed[12], machine())),
         0.0,
         atol=1e-9,
     ),
@@ -553,12 +581,11 @@ plot_lines(
 # %%rank 0
 def bucket_explorer(layers_per_bucket=1, mb_per_s=25, latency_ms=1.0):
     """Timeline of a DDP step for a bucket size on some network."""
-    line, window, part = last_step(bucketed[layers_per_bucket], machine(mb_per_s, latency_ms))
+    step = last_step(bucketed[layers_per_bucket], machine(mb_per_s, latency_ms))
     return draw(
-        line,
-        window,
-        f"{part.step_s / RANKS * 1e3:.0f} ms, utilisation "
-        f"{part.utilization:.1%}, hidden {part.overlap_fraction:.0%}",
+        *step,
+        f"{1e3 * seconds_of(step[1]):.0f} ms, utilisation {utilization(*step):.1%}, "
+        f"hidden {hidden(*step):.0%}",
     )
 
 
@@ -742,13 +769,6 @@ for data in slow_loader():
     began = time.perf_counter()
     data.to(device)  # broken: this is the copy, and the wait is over by now
     copied_s.append(time.perf_counter() - began)
-watched = WatchedLoader(slow_loader())
-for data in watched:
-    data.square().sum()  # stands for a training step
-print(watched.report())
-
-# %%
-# %%rank 0
 picture = cost.Wire(
     bandwidth_bytes_per_s=0.5 * cost.pcie(generation=4).bandwidth_bytes_per_s, latency_s=0
 )
@@ -760,9 +780,6 @@ display(
         ("<", 0.2),
     ),
     claim(
-        "the loop waits for each batch, in ms", 1e3 * watched.report().median_wait_s, (">=", 15.0)
-    ),
-    claim(
         "32 images of 3 x 224 x 224 in fp32 over PCIe 4.0 at half speed: ms",
         copy_ms,
         1.2,
@@ -771,6 +788,31 @@ display(
         refutes="a common checklist",
         said=10,
         why="no fixed threshold tells a slow copy: bytes / bandwidth is the yardstick",
+    ),
+)
+
+# %% [markdown]
+# `WatchedLoader` stands between loader and loop, and times each `next`:
+
+# %%
+# %%rank 0
+watched = WatchedLoader(slow_loader())
+for data in watched:
+    data.square().sum()  # stands for a training step
+print(watched.report())
+clock = FakeClock()
+by_clock = WatchedLoader((clock.sleep(0.030) for _ in range(10)), clock=clock)
+for _ in by_clock:
+    clock.sleep(0.010)
+display(
+    claim(
+        "the loop waits for each batch, in ms", 1e3 * watched.report().median_wait_s, (">=", 15.0)
+    ),
+    claim(
+        "without workers the loop waits for all of it: 30 ms beside 10 ms of work is a share of",
+        by_clock.report().wait_fraction,
+        0.75,
+        rtol=1e-9,
     ),
 )
 
@@ -822,10 +864,6 @@ def loop_wait_ms(make_ms, step_ms, workers):
 # %%
 # %%rank 0
 rule = [max(0.0, 60 / w - 20) for w in (1, 2, 4)]
-clock = FakeClock()
-by_clock = WatchedLoader((clock.sleep(0.030) for _ in range(10)), clock=clock)
-for _ in by_clock:
-    clock.sleep(0.010)
 display(
     wait_guess.reveal(loop_wait_ms(60, 20, 2)),
     claim(
@@ -833,12 +871,6 @@ display(
         [loop_wait_ms(60, 20, w) for w in (1, 2, 4)],
         rule,
         atol=1e-6,
-    ),
-    claim(
-        "without workers the loop waits for all of it: 30 ms beside 10 ms of work is a share of",
-        by_clock.report().wait_fraction,
-        0.75,
-        rtol=1e-9,
     ),
 )
 
@@ -1431,7 +1463,7 @@ step_of = {}
 for mode in ("weak", "strong"):
     for n in counts:
         trace = trace_of(with_ddp, 0.5, ranks=n, share=1 / n if mode == "strong" else 1.0)
-        step_of[mode, n] = last_step(trace, machine(ranks=n))[2].step_s / n
+        step_of[mode, n] = seconds_of(last_step(trace, machine(ranks=n))[1])
 rows = {
     mode: scaling_rows({n: [step_of[mode, n]] for n in counts}, mode=mode, batch_size=64)
     for mode in ("weak", "strong")
@@ -1444,7 +1476,7 @@ display(
     claim(
         "weak scaling on 4 emulated GPUs",
         efficiency["weak"][2],
-        compute_s / (compute_s + all_reduce_s(2)),
+        COMPUTE_S / (COMPUTE_S + all_reduce_s(2)),
         rtol=1e-9,
     ),
     claim("strong scaling is worse, 4 GPUs: efficiency", efficiency["strong"][2], ("<", 0.5)),
@@ -1865,20 +1897,19 @@ display(
 
 # %%
 # %%rank 0
-ladder = {
+ladder = {  # a trace, and its compute in ordinary batches per optimiser step
     "all-reduce after backward": (after, 1),
     "DDP, one bucket": (bucketed[12], 1),
     "DDP, two layers per bucket": (bucketed[2], 1),
-    "and twice the batch per GPU": (trace_of(with_ddp, 0.5, share=2.0), 1),
+    "and twice the batch per GPU": (trace_of(with_ddp, 0.5, share=2.0), 2),
     "or 4 micro-batches per all-reduce": (trace_of(with_ddp, 0.5, 4), 4),
 }
 
 
-def reached(trace, micro_batches):
-    """Share of compute in the last optimiser step: its last micro-batches together."""
-    line = from_emulated(emulate.simulate(trace, machine()))
-    names = {w.name for w in line.windows(0)[-micro_batches:]}
-    return total(p for p in step_shares(line) if p.name in names).utilization
+def reached(trace, batches):
+    """Share of compute in the last of three optimiser steps."""
+    windows = from_emulated(emulate.simulate(trace, machine())).windows(0)
+    return batches * COMPUTE_S / sum(map(seconds_of, windows[2 * len(windows) // 3 :]))
 
 
 reached_by = {name: reached(*case) for name, case in ladder.items()}
@@ -1888,7 +1919,7 @@ display(
     claim(
         "four micro-batches per all-reduce: 4 computations, one exposed bucket",
         reached_by["or 4 micro-batches per all-reduce"],
-        4 * compute_s / (4 * compute_s + all_reduce_s(2)),
+        4 * COMPUTE_S / (4 * COMPUTE_S + all_reduce_s(2)),
         rtol=1e-9,
     ),
     claim(

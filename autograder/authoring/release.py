@@ -6,9 +6,9 @@
     autograder/            checks give the same verdicts as the grader does, on practice data
 
 When a lab is over, a new release with `--over LAB` adds its solution (not with
-`--without-solutions`) and the modules that it withheld, except modules that a different open lab of
-this release withholds. A lab that is not handed out yet withholds nothing: lectures that come
-before this lab need the modules.
+`--without-solutions`) and the modules that it withheld, except modules that a different lab
+withholds. A lab of the calendar withholds from the first release on, as what students have once is
+theirs.
 Solutions of open labs, the class of wrong submissions and this course's tests are never included.
 """
 
@@ -70,6 +70,7 @@ def write_release(
     over: Sequence[str] = (),
     execute: Callable[[Path, Path, Path], Path] = run_once,
     *,
+    later: Sequence[str] = (),
     solutions: bool = True,
 ) -> Release:
     """Writes the students' repository; replaces what an earlier release wrote there.
@@ -82,6 +83,7 @@ def write_release(
         labs: labs to hand out.
         over: labs whose deadline is over; students get what these labs withheld.
         execute: runs a lecture whose outputs take the place of withheld code.
+        later: labs that are handed out another time; they withhold, too.
         solutions: students also get the solutions of labs that are over.
 
     Raises:
@@ -91,7 +93,9 @@ def write_release(
     earlier = earlier_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=".release-") as draft:
-        made = _write(course, Path(draft), labs, over, execute)
+        waiting = [lab for lab in dict.fromkeys([*labs, *later]) if lab not in over]
+        missing = find_withheld(course.root / "lib" / "minidist", waiting)
+        made = _write(course, Path(draft), [*dict.fromkeys([*labs, *over])], missing, execute)
         for lab in over if solutions else ():
             _copy(course.root / "solutions" / lab / f"{lab}.ipynb", Path(draft, "solutions", lab))
         put_in_place(Path(draft), folder, earlier)
@@ -101,15 +105,13 @@ def write_release(
 def _write(
     course: Course,
     folder: Path,
-    labs: Sequence[str],
-    over: Sequence[str],
+    handed_out: Sequence[str],
+    missing: dict[str, tuple[str, ...]],
     execute: Callable[[Path, Path, Path], Path],
 ) -> Release:
-    """Writes a release into an empty folder."""
-    handed_out = list(dict.fromkeys([*labs, *over]))
+    """Writes a release into an empty folder; `missing` are the withheld modules."""
     masters = [_master(course, lab) for lab in handed_out]
     library = course.root / "lib" / "minidist"
-    missing = find_withheld(library, [lab for lab in labs if lab not in over])
     lectures = {path: plan_lecture(path, library, missing) for path in lectures_of(course)}
     cut = {path: cells for path, cells in lectures.items() if any(c.needs for c in cells)}
     executed = {path: execute(path, library, course.root / "build" / "lectures") for path in cut}
@@ -158,11 +160,7 @@ def lectures_of(course: Course) -> list[Path]:
 
 
 def week_by_week(course: Course, labs: Sequence[str]) -> dict[str, dict[str, tuple[int, int]]]:
-    """While each lab is open and those before it are over: what waits in each lecture.
-
-    Returns:
-        lab -> lecture -> how many of its code cells wait for that lab, and how many it has.
-    """
+    """lab -> lecture -> how many of its code cells wait for that lab, and how many it has."""
     library = course.root / "lib" / "minidist"
     weeks = {}
     for lab in labs:

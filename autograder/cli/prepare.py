@@ -134,7 +134,7 @@ def _add_release(commands: Any) -> None:
     release.add_argument(
         "--plan",
         action="store_true",
-        help="write nothing; show when each lab is out, and what students lack while it is open",
+        help="write nothing; show when each lab is out, and what students lack until it is over",
     )
     release.set_defaults(run=_release)
 
@@ -153,8 +153,9 @@ def _release(options: argparse.Namespace, console: Console) -> int:
         over = [lab for lab in labs if dates[lab].is_over(now)]
     if options.folder is None:
         raise CourseError("name the folder for the students' repository, or give --plan")
+    dated = [lab for lab in course.calendar.labs if dates[lab].used and not dates[lab].is_over(now)]
     made = write_release(
-        course, options.folder, labs, over, solutions=not options.without_solutions
+        course, options.folder, labs, over, later=dated, solutions=not options.without_solutions
     )
     console.print(f"{made.folder}: {', '.join(made.labs)}", highlight=False, soft_wrap=True)
     console.print(_release_table(made, course.calendar))
@@ -217,7 +218,7 @@ def _term_table(weeks: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=0,  # 80 columns suffice
-        title="code cells that wait while a lab is open, by lecture",
+        title="code cells that wait until a lab is over, by lecture",
         caption="A cell that waits is there with its outputs, without its code.",
     )
     table.add_column("lab", no_wrap=True)
@@ -240,7 +241,7 @@ def _dates_table(course: Course, labs: Sequence[str]) -> Table:
         box=box.SIMPLE_HEAD,
         padding=0,
         width=75,
-        title="what is out when, and what waits from `released` to `solutions`",
+        title="what is out when, and what waits until `solutions`",
         caption="Modules of minidist wait, each after what it would answer;\n"
         "without a date for solutions, until a release with --over.",
     )
