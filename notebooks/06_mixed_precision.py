@@ -133,7 +133,10 @@ trained = make_gpt()
 optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
 for step in range(60 if quick else 300):
     part = slice(16 * (step % 4), 16 * (step % 4) + 16)
-    loss = autocast_step(trained, lm_loss, tokens[part], targets[part], optimizer, dtype=None)
+    optimizer.zero_grad()
+    loss = lm_loss(trained(tokens[part]), targets[part])
+    loss.backward()
+    optimizer.step()
 flowing = flowing_gradients(trained)
 print(f"loss {loss:.2f}; {len(flowing):,} gradient elements")
 
@@ -475,8 +478,7 @@ display(
 # | `scaler.update()` | halves or grows the scale |
 #
 # Below, a toy whose gradient is 1 most of the time, and 10³⁸ at steps 12, 13 and 40, so that it
-# overflows even in fp32 when it is multiplied by the scale. The scale may grow every 8 steps. Ours
-# and torch's run side by side.
+# overflows even in fp32 when it is multiplied by the scale. The scale may grow every 8 steps.
 
 
 # %%
@@ -497,12 +499,11 @@ def watch(scaler, steps: int = 64):
     return scales, weights
 
 
-# One weight, on the CPU also where there are GPUs: both scalers are to agree to the last bit.
-ours, our_weights = watch(GradScaler(2.0**10, growth_interval=8))
-torchs, torch_weights = watch(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=8))
+# One weight, on the CPU also where there are GPUs.
+scales, weights = watch(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=8))
 
 figure, ax = new_figure(7.5, 3.0)
-ax.step(range(64), np.log2(ours), where="mid", color=PALETTE[0])
+ax.step(range(64), np.log2(scales), where="mid", color=PALETTE[0])
 for step in (12, 13, 40):
     ax.axvline(step, color=PALETTE[5], linestyle=":", linewidth=1.2)
 ax.set(xlabel="step (dotted: overflow, step skipped)", ylabel="loss scale (power of 2)")
@@ -511,17 +512,28 @@ figure
 
 # %%
 # %%rank 0
-taken = [step for step in range(1, 64) if our_weights[step] != our_weights[step - 1]]
+taken = [step for step in range(1, 64) if weights[step] != weights[step - 1]]
 display(
-    claim("our scaler and torch's agree in every scale", ours, torchs, exact=True),
-    claim("... and in every weight", our_weights, torch_weights, exact=True),
     claim("steps that were skipped", sorted(set(range(1, 64)) - set(taken)), [12, 13, 40]),
-    claim("the scale after an overflow, of the one before", ours[12] / ours[11], 0.5, exact=True),
+    claim(
+        "the scale after an overflow, of the one before", scales[12] / scales[11], 0.5, exact=True
+    ),
     claim(
         "good steps from the last overflow to the next doubling",
-        next(s for s in range(41, 64) if ours[s] > ours[s - 1]) - 40,
+        next(s for s in range(41, 64) if scales[s] > scales[s - 1]) - 40,
         8,
     ),
+)
+
+# %% [markdown]
+# That was torch's. `minidist.precision.GradScaler` takes the same steps, to the last bit:
+
+# %%
+# %%rank 0
+our_scales, our_weights = watch(GradScaler(2.0**10, growth_interval=8))
+display(
+    claim("our scaler's scales are torch's", our_scales, scales, exact=True),
+    claim("... and so are the weights", our_weights, weights, exact=True),
 )
 
 # %% [markdown]
@@ -549,7 +561,7 @@ def clipped_step(*, unscale_first: bool) -> float:
     """Length of an SGD step at rate 1 for a gradient of norm 0.5, clipped to norm 1."""
     w = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([w], lr=1.0)
-    scaler = GradScaler(2.0**16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale((w * torch.tensor([0.3, 0.4])).sum()).backward()
     if unscale_first:
         scaler.unscale_(optimizer)
@@ -843,7 +855,7 @@ def ddp_with_overflow() -> list:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(4, 1).to(device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = GradScaler(2.0**4)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**4)
     before = ddp.module.weight.detach().clone()
     for step in range(3):
         optimizer.zero_grad()
@@ -859,7 +871,29 @@ def ddp_with_overflow() -> list:
 
 together = ddp_with_overflow()
 
+# %%
+# %%rank 0
+print("scale and movement on each rank:", together)
+display(
+    claim(
+        "DDP: the scale on both ranks, halved once",
+        [scale for scale, _ in together],
+        [8.0, 8.0],
+        exact=True,
+    ),
+    claim(
+        "... and how far a weight moved: two steps of three, at rate 0.1 with a gradient of 2",
+        [moved for _, moved in together],
+        [2 * 0.1 * 2] * 2,
+        rtol=1e-5,
+    ),
+)
 
+# %% [markdown]
+# With sharded gradients only the rank that holds the overflow sees it.
+
+
+# %%
 def sharded_with_overflow(agree: bool) -> list:
     """As with FSDP: each rank holds and updates its own part; only rank 1's overflows."""
     w = nn.Parameter(torch.zeros(2, device=device))
@@ -877,20 +911,8 @@ alone, agreed = sharded_with_overflow(False), sharded_with_overflow(True)
 
 # %%
 # %%rank 0
-print("DDP", together, "\nsharded, each decides:", alone, "\nsharded, one decision:", agreed)
+print("each decides:", alone, "\none decision:", agreed)
 display(
-    claim(
-        "DDP: the scale on both ranks, halved once",
-        [scale for scale, _ in together],
-        [8.0, 8.0],
-        exact=True,
-    ),
-    claim(
-        "... and how far a weight moved: two steps of three, at rate 0.1 with a gradient of 2",
-        [moved for _, moved in together],
-        [2 * 0.1 * 2] * 2,
-        rtol=1e-5,
-    ),
     claim(
         "sharded, each rank decides for itself: scales on ranks 0 and 1",
         [scale for scale, _ in alone],
@@ -906,10 +928,9 @@ display(
 )
 
 # %% [markdown]
-# With sharded gradients only the rank that holds the overflow sees it. Rank 0 took its step, rank 1
-# did not: half of the model is one step ahead, and their scales differ from now on. Mend it with
-# one small all-reduce: `GradScaler(group=…)` here, `ShardedGradScaler` in torch. (DTensors of FSDP2
-# do it inside torch's own GradScaler.)
+# Where each decides, rank 0 took its step and rank 1 did not: half of the model is one step ahead,
+# and their scales differ from now on. Mend it with one small all-reduce: `GradScaler(group=…)`
+# here, `ShardedGradScaler` in torch. (DTensors of FSDP2 do it inside torch's own GradScaler.)
 #
 # ## 6 · bf16: less to go wrong
 #
@@ -925,24 +946,17 @@ def full_run(name: str, steps: int, fp8: str | None = None) -> list[float]:
         use_fp8(model, FP8_RECIPES[fp8])  # section 7
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     dtype = {"fp32": None, "bf16": torch.bfloat16}.get(name, torch.float16)
-    scaler = GradScaler() if "scaler" in name else None
+    scaler = torch.amp.GradScaler(device.type, enabled="scaler" in name)
     losses = []
     for step in range(steps):
         part = slice(8 * (step % 8), 8 * (step % 8) + 8)
-        losses.append(
-            float(
-                autocast_step(
-                    model,
-                    lm_loss,
-                    tokens[part],
-                    targets[part],
-                    optimizer,
-                    dtype=dtype,
-                    scaler=scaler,
-                    max_norm=1.0,
-                )
-            )
-        )
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = lm_loss(model(tokens[part]), targets[part])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
     return losses
 
 
