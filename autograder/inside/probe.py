@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
+from autograder.inside.not_started import is_not_started
 from autograder.inside.wire import Message, receive, send
 from minidist.errors import DeadlineError, MinidistError, ProtocolError
 
@@ -122,7 +123,7 @@ def check(name: str, subject: Any = None) -> None:
         said = describe_error(error)[:4000]
         told = {"criterion": name, "status": "error", "message": said}
         _tell(channels, Message("answer", told), criterion.deadline_s)
-        if isinstance(error, NotImplementedError):
+        if is_not_started(error):
             # No error, so that "Run all" goes on to the tasks that are written. `nbgrader validate`
             # takes a cell with text on stderr for failed.
             title = f"○ {name}  0/{criterion.points:g}  {criterion.title}"
@@ -229,9 +230,9 @@ def describe_error(error: BaseException) -> str:
             cell = _cell_name(frame.filename)
             place = f" ({cell or frame.filename}, line {frame.lineno}: {frame.line})"
     told = frames and (frames[-1].line or "").startswith("raise ")  # the check says what it misses
-    if not place and not told and not isinstance(error, MinidistError | NotImplementedError):
+    if not place and not told and not (isinstance(error, MinidistError) or is_not_started(error)):
         place = f" ({NOT_IN_STUDENTS_LINES})"
-    if isinstance(error, NotImplementedError) and not str(error):
+    if is_not_started(error):
         return f"{NOT_WRITTEN}{place}"
     notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}{place}{notes}"

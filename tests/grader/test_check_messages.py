@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 
+from autograder.inside.not_started import is_not_started
 from autograder.inside.probe import NOT_IN_STUDENTS_LINES, CheckFailed, _of_student, describe_error
 
 STUDENTS = """
@@ -60,6 +61,21 @@ def test_what_the_check_misses_is_enough(student):
         raise TypeError(f"expected a number, got {got}")
 
     assert describe_error(error_of(check)) == "TypeError: expected a number, got None"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (NotImplementedError(), True),
+        (RuntimeError("rank 1 ended:\n    raise NotImplementedError()\nNotImplementedError"), True),
+        ("[rank1]: NotImplementedError\nmore lines", True),
+        (NotImplementedError('Module [DDP] is missing the required "forward" function'), False),
+        ("[rank1]: NotImplementedError: Could not run 'c10d::broadcast_' on 'Meta'", False),
+        (ValueError("no NotImplementedError in it"), False),
+    ],
+)
+def test_only_a_bare_error_is_a_task_not_started(error, expected):
+    assert is_not_started(error) is expected
 
 
 def test_a_long_message_is_whole_where_lines_are_cut_off():

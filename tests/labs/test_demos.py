@@ -11,10 +11,12 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from course import ROOT
 from demos import LABS, name_of, run_without_errors, solution_up_to, text_of
 from lab_helper import labs_and_bonuses
 
+from autograder import is_not_started
 from minidist import launch
 from minidist.errors import LaunchError
 
@@ -36,7 +38,12 @@ NOTHING_YET = re.compile(r"Nothing to \w+ yet: do .* first\.\n")
 
 
 def _not_written() -> None:
-    raise NotImplementedError
+    raise NotImplementedError()
+
+
+class Misspelt(torch.nn.Module):
+    def foward(self, x: Any) -> Any:
+        return x
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +59,7 @@ def demo_of(lab: str) -> Any:
     tree = ast.parse((ROOT / "solutions" / lab / f"{lab}.py").read_text("utf-8"))
     tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "demo"]
     names = {"contextlib": contextlib, "Iterator": Iterator, "IS_RANK_ZERO": True, "tell": print}
+    names["is_not_started"] = is_not_started
     exec(compile(tree, lab, "exec"), names)
     return names["demo"]
 
@@ -64,6 +72,8 @@ def test_a_task_missed_by_another_process_is_named(lab, of_another_process, caps
     assert NOTHING_YET.fullmatch(capsys.readouterr().out)
     with pytest.raises(LaunchError), demo("task 3"):
         raise LaunchError("another mistake", rank=0)
+    with pytest.raises(NotImplementedError, match="forward"), demo("task 3"):
+        Misspelt()(1)
 
 
 @pytest.mark.parametrize("lab", labs_and_bonuses())

@@ -26,6 +26,7 @@ from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import is_state, rising_steps, state_of
 from autograder.criteria.common.deaths import deaths, run_to_its_end
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.inside.not_started import is_not_started
 from minidist.errors import LaunchError
 from minidist.launch import run
 
@@ -96,7 +97,7 @@ def _alone(function: Any, save_together: Any, *args: Any) -> list[Any]:
         return run(function, 1, save_together, *args, deadline_s=SAVE_DEADLINE_S)
     except LaunchError as error:
         text = str(error)
-        if "NotImplementedError" in text:
+        if is_not_started(text):
             raise NotImplementedError from None
         last = text.strip().splitlines()[-1]
         if ELSEWHERE in last:

@@ -27,6 +27,7 @@ from autograder.criteria.common.launched import (
     run_to_a_death,
 )
 from autograder.criteria.criterion import Draw, Finding, Values
+from autograder.inside.not_started import is_not_started
 
 RUN_DEADLINE_S = 120.0  # a run takes one or two seconds; the rest is for a busy machine
 STAND_IN = Path(__file__).with_name("standin.py")
@@ -131,7 +132,7 @@ class ElasticJob:
     def failure(self, what: str) -> Exception:
         """The error to raise where the script failed, with the end of the script's output."""
         said = self.log.read_text(errors="replace")
-        if "NotImplementedError" in said:
+        if is_not_started(said):
             return NotImplementedError()
         return RuntimeError(
             f"{self.script.name} {what}" + f":\n{said[-1500:]}" * bool(said.strip())

@@ -27,6 +27,7 @@ from autograder.criteria.common.pretending import pretending
 from autograder.criteria.common.script_worker import ScriptError, work
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab1_ddp.joining import PER_NODE, Place
+from autograder.inside.not_started import is_not_started
 from minidist.errors import LaunchError
 from minidist.launch import run
 
@@ -82,7 +83,7 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
         # saved file is judged no matter how the script ended.
         if not out.is_file():
             said = log.read_text(errors="replace")
-            if "NotImplementedError" in said:
+            if is_not_started(said):
                 raise NotImplementedError
             raise RuntimeError(
                 f"{script} under torchrun {failure or 'ended'} and wrote no file to --out:\n"

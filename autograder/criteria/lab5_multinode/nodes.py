@@ -29,6 +29,7 @@ from autograder.criteria.common.launched import find_script, write_to
 from autograder.criteria.common.script_worker import ScriptError, work
 from autograder.criteria.common.survivors import wait_for_ends
 from autograder.criteria.criterion import Values
+from autograder.inside.not_started import is_not_started
 from minidist.processes.fork_server import Child, fork
 from minidist.processes.ports import free_port
 from minidist.processes.tree import descendants
@@ -157,8 +158,8 @@ class NodesJob:
         told: dict[str, list[int]] = {}
         for node in range(NODES):
             text = self.log(node).read_text(errors="replace")
-            if "\nNotImplementedError" in text or "]: NotImplementedError" in text:
-                return NotImplementedError(f"{self.name}: not written yet")
+            if is_not_started(text):
+                return NotImplementedError()
             told.setdefault(first_traceback(text) or text[-900:] or "nothing", []).append(node)
         ends = [f"node {n} {end}" for n, code in enumerate(self.codes) if (end := _end(code))]
         what = "; ".join([what, *ends])
