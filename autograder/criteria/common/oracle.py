@@ -210,13 +210,19 @@ def fit(
     return [p.detach().numpy() for p in model.parameters()], np.array(losses)
 
 
-def train(arrays: Values, batches: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], lr: float):
+def train(
+    arrays: Values,
+    batches: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+    lr: float,
+    clear: bool = True,
+):
     """SGD on the mean over ranks of each rank's mean loss.
 
     Args:
         arrays: initial parameters.
         batches: one entry per step, which holds one (x, y) per rank.
         lr: learning rate.
+        clear: False for what comes of gradients that are never cleared.
 
     Returns:
         final parameters (float64), and for each step the loss of each rank before the update.
@@ -224,7 +230,8 @@ def train(arrays: Values, batches: Sequence[Sequence[tuple[np.ndarray, np.ndarra
     model = mlp(arrays, torch.float64)
     losses: list[list[float]] = []
     for step in batches:
-        model.zero_grad()
+        if clear:
+            model.zero_grad()
         per_rank = [
             mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()) for x, y in step
         ]

@@ -223,7 +223,7 @@ def _trained(
         for epoch in range(len(case.inputs[0]["order"]))
         for start in starts
     ]
-    return oracle.train(case.inputs[0], batches, factor * lr)[0]
+    return oracle.train(case.inputs[0], batches, factor * lr, how.get("clear", True))[0]
 
 
 def _explain(case: Case, rank: int, got: list[Any]) -> str:
@@ -231,6 +231,9 @@ def _explain(case: Case, rank: int, got: list[Any]) -> str:
     mistakes = {
         "That is what comes of the mean squared error: was loss_fn used?": {"factor": 1.0},
         "That is what comes without the last, smaller batch.": {"drop_last": True},
+        "That is what comes if gradients are never cleared: zero_grad() before each backward.": {
+            "clear": False
+        },
         f"That is what comes with {case.world_size} times the learning rate.": {
             "lr": LR * case.world_size
         },

@@ -3,6 +3,7 @@
 loses: ddp_buckets, ddp_overlap, ddp_scaling
 because: a single bucket is too large, and full only when backward has ended
 says: ddp_overlap All gradients travel in a single one
+says: ddp_buckets a bucket carried
 """
 
 

@@ -1,6 +1,7 @@
 """Compares gradients by reducing them in place, so that afterwards they are other ones.
 
 loses: gradients_in_sync
+says: gradients_in_sync a gradient was changed: work on a copy of it
 """
 
 

@@ -1,6 +1,7 @@
 """cleanup() waits for the other ranks, and leaves nothing.
 
 loses: setup
+says: setup after cleanup() there is still a process group
 """
 
 

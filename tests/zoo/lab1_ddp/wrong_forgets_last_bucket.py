@@ -2,6 +2,7 @@
 
 loses: ddp_gradients, ddp_tied_frozen, ddp_unused, ddp_scaling
 because: the gradients of the first layers are never reduced, in any model
+says: ddp_tied_frozen That is this rank's own gradient: it was not reduced
 """
 
 

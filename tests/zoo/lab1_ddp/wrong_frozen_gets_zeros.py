@@ -1,6 +1,7 @@
 """Gives frozen parameters a gradient of zeros, with which weight decay changes them.
 
 loses: ddp_tied_frozen
+says: ddp_tied_frozen is frozen, but has a gradient after the step
 """
 
 

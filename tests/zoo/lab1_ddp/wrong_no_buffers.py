@@ -1,6 +1,7 @@
 """Broadcasts the parameters but not the buffers.
 
 loses: ddp_buffers
+says: ddp_buffers are part of the model: broadcast them
 """
 
 

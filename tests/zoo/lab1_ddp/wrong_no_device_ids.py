@@ -1,6 +1,7 @@
 """Never passes device_ids.
 
 loses: wrap_model
+says: wrap_model on cuda:1, expected device_ids=
 """
 
 

@@ -6,6 +6,8 @@ status: train_steps TIMEOUT
 status: train_epochs TIMEOUT
 status: train_loss TIMEOUT
 class: example
+says: train_steps rank 1: finished the cell after
+says: train_epochs rank 1: finished the cell after
 """
 
 
