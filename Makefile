@@ -80,7 +80,7 @@ nightly: $(VENV)/.installed-dev ## what takes long: tests marked `nightly`, 50 k
 	@$(BIN)/python -m autograder verify --alone
 	@$(BIN)/python -m autograder verify --draws 20
 	@$(BIN)/python tests/helpers/soak.py --only reference --times 20
-	@$(PYTEST) $(WORKERS) -m nightly
+	@SEEDS=100 $(PYTEST) $(WORKERS) -m nightly
 	@$(BIN)/python benchmarks --quick
 	@$(BIN)/python benchmarks/stock_graders.py --only hooks/ast_transformer
 

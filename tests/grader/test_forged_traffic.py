@@ -23,6 +23,7 @@ from autograder.criteria.criterion import Case, Draw, Finding, Values
 from autograder.criteria.lab5_multinode import hierarchy
 from autograder.referee.judging import judge
 from minidist.emulate.session import Session
+from minidist.emulate.trace import Event, Trace
 
 N = 4
 EVERYBODY = tuple(range(N))
@@ -133,6 +134,20 @@ def test_room_that_nothing_was_kept_in():
     assert judged([0.0 * each for each in right])
     assert judged([np.ones_like(each) for each in right])
     assert judged([*(0.0 * each for each in right[:-1]), right[-1]])
+
+
+def test_gradients_that_travel_before_they_are_there():
+    passed = Event(kind="compute", direction="backward")
+    sends = Event(kind="issue", ranks=(1, 0), nbytes=emulated.MESSAGE_BYTES)
+
+    def judged(*events: Event) -> list[Finding]:
+        trace = Trace(world_size=2, events=[[], list(events)])
+        return list(emulated._wrong_gradients(Case(2, [{}] * 2, [{}] * 2, trace)))
+
+    assert not judged(passed, sends, passed, sends)
+    assert not judged(passed, passed, sends, sends)
+    for forged in ((passed, passed), (passed, sends, sends, passed), (passed, passed, sends)):
+        assert judged(*forged)
 
 
 def test_messages_with_nothing_in_them():

@@ -145,13 +145,16 @@ def test_code_that_prints_withheld_code_leaves_no_output(tmp_path):
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """Lab -> the students' folder while it is open; lectures are not run for their outputs."""
+    """Lab -> the students' folder while it is open and later labs wait; no lecture was executed."""
     folders = {}
 
     def make(lab):
         if lab not in folders:
             folders[lab] = tmp_path_factory.mktemp(lab)
-            write_release(Course(ROOT), folders[lab], [lab], execute=lambda path, *_: path)
+            later = LABS[LABS.index(lab) :] if lab in LABS else []
+            write_release(
+                Course(ROOT), folders[lab], [lab], later=later, execute=lambda path, *_: path
+            )
         return folders[lab]
 
     return make

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from autograder.criteria.common import virtual_cluster
 from autograder.criteria.criterion import Context, Draw
 from autograder.criteria.lab1_ddp import script
 from autograder.criteria.lab5_multinode.nodes import be_rank
@@ -176,13 +177,38 @@ def test_a_backend_outlives_what_the_script_destroys(observe):
 )
 def test_which_backend_a_script_names_where_there_are_gpus(tmp_path, lines, backends):
     (tmp_path / "s.py").write_text(f"import os, torch, torch.distributed as dist\n{lines}\n")
-    assert script._find_backends(tmp_path / "s.py", [], tmp_path) == backends
+    joins = virtual_cluster.find_joins(tmp_path / "s.py", [], tmp_path)
+    assert [join["backend"] for join in joins] == backends
+
+
+@pytest.mark.parametrize(
+    ("lines", "gpu"),
+    [
+        ("torch.cuda.set_device(0)\ndist.init_process_group('nccl')", 0),
+        ("torch.cuda.set_device(int(os.environ['RANK']))\ndist.init_process_group('nccl')", 3),
+        ("d = torch.device('cuda', 3)\ndist.init_process_group('nccl', device_id=d)", 3),
+        ("dist.init_process_group('nccl')\ntorch.cuda.set_device(3)", -1),
+    ],
+)
+def test_which_gpu_a_script_chooses_before_it_joins(tmp_path, lines, gpu):
+    (tmp_path / "s.py").write_text(f"import os, torch, torch.distributed as dist\n{lines}\n")
+    _, join = virtual_cluster.find_joins(tmp_path / "s.py", [], tmp_path)
+    assert join == {"backend": "nccl", "gpu": gpu}
+    right = {"backend": "gloo", "gpu": -1}
+    assert [f.message for f in virtual_cluster.judge_joins([right, join])] == (
+        [
+            "on the second of two nodes of 3 ranks and 3 GPUs each, rank 3, which is local rank 0 "
+            "there, took cuda:3: each node counts its own GPUs, so LOCAL_RANK chooses one."
+        ]
+        if gpu == 3
+        else []
+    )
 
 
 def test_a_script_that_never_joins_where_there_are_gpus_has_named_no_backend(tmp_path, monkeypatch):
     (tmp_path / "s.py").write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setattr(script, "JOINING_DEADLINE_S", 2.0)
-    assert script._find_backends(tmp_path / "s.py", [], tmp_path) == []
+    monkeypatch.setattr(virtual_cluster, "JOINING_DEADLINE_S", 2.0)
+    assert virtual_cluster.find_joins(tmp_path / "s.py", [], tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from minidist.emulate.trace import Event, Trace
 from minidist.profile import Span, Timeline, Window, step_shares
 
 LAB = "lab6_profiling"
-SEEDS = int(os.environ.get("SEEDS", "5"))  # `make nightly` may take 100
+SEEDS = int(os.environ.get("SEEDS", "5"))  # `make nightly` takes 100
 
 # The others' judges look at the emulated cluster's trace first.
 WITHOUT_TRACE = [c for c in get_lab(LAB).criteria if c.world != "emulated"]

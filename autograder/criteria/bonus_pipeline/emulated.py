@@ -92,7 +92,8 @@ def grading_cluster(world_size: int) -> Cluster:
 
 def judge_time(case: Case) -> Iterator[Finding]:
     """Passes are in the schedule's order, activations are real, the bubble is the theory's."""
-    if findings := trouble(case) or [*_wrong_order(case)] or [*_wrong_activations(case)]:
+    wrong = (trouble, _wrong_order, _wrong_activations, _wrong_gradients)
+    if findings := next(filter(None, ([*check(case)] for check in wrong)), None):
         yield from findings
         return
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
@@ -163,6 +164,26 @@ def _wrong_activations(case: Case) -> Iterator[Finding]:
                 rank,
             )
             return
+
+
+def _wrong_gradients(case: Case) -> Iterator[Finding]:
+    """A finding for each rank that sent too few gradients back, or one before its backward pass.
+
+    What is in them is judged by `pipe_gradients`.
+    """
+    for rank, events in enumerate(case.trace.events[1:], start=1):
+        ready = sent = early = 0
+        for e in events:
+            ready += e.kind == "compute" and e.direction == BACKWARD
+            if e.kind == "issue" and e.ranks == (rank, rank - 1) and e.nbytes >= MESSAGE_BYTES:
+                sent += 1
+                early += sent > ready
+        if early or sent != ready:
+            yield Finding(
+                f"after each of its {ready} backward passes a gradient should go to rank "
+                f"{rank - 1}, one message each: {sent} went, {early} of them too early.",
+                rank,
+            )
 
 
 # --- memory --------------------------------------------------------------------------------------

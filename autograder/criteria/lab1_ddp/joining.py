@@ -21,13 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as torch_ddp
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.places import environment, meeting_place
 from autograder.criteria.common.pretending import pretending
+from autograder.criteria.common.virtual_cluster import MEET, NODES, PER_NODE, Place
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
-PER_NODE, NODES = 3, 2  # of the virtual cluster
 GPUS = (0, PER_NODE - 1, PER_NODE, PER_NODE + 1)  # per node
-MEET = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}  # where its ranks meet
 
 
 def _touches_hardware(error: Exception) -> bool:
@@ -72,76 +70,6 @@ def observe_setup(functions: Any, inputs: Values, context: Context) -> Values:
         "invented": invented,
         "left": left,
     }
-
-
-class Place:
-    """One place of the virtual cluster: the environment and GPUs, and what was called there."""
-
-    def __init__(
-        self, rank: int, gpus: int, world_size: int = NODES * PER_NODE, per_node: int = PER_NODE
-    ) -> None:
-        self.environment = environment(rank, world_size, per_node) | MEET
-        self.gpus, self.joined, self.current = gpus, 0, -1
-        self.backend, self.rank, self.world_size, self.meets = "", rank, world_size, ""
-        self.told: Values = {
-            "given rank": rank,
-            "gpus": gpus,
-            "world": world_size,
-            "per node": per_node,
-        }
-
-    def init_process_group(
-        self,
-        backend: Any = None,
-        init_method: Any = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        rank: int = -1,
-        store: Any = None,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        """Notes the arguments; what is not given comes from the environment."""
-        self.joined += 1
-        if store is None:
-            self.meets = meeting_place(init_method)
-        self.backend = str(backend or "cpu:gloo,cuda:nccl")  # torch's default
-        self.rank = rank if rank >= 0 else self.rank
-        self.world_size = world_size if world_size >= 0 else self.world_size
-
-    def set_device(self, device: Any) -> None:
-        """Notes the index; `device` may be an int, a text or a torch.device."""
-        index = device if isinstance(device, int) else torch.device(device).index
-        self.current = -1 if index is None else index
-
-    def leave(self, *_: Any, **__: Any) -> None:
-        """Leaves the process group; raises what torch raises where there is none."""
-        if not self.joined:
-            raise AssertionError("Process group cannot be None")
-        self.joined = 0
-
-    def instead(self) -> dict[tuple[Any, str], Any]:
-        """What stands for torch's functions here."""
-        return {
-            (dist, "init_process_group"): self.init_process_group,
-            (dist, "destroy_process_group"): self.leave,
-            (dist, "is_initialized"): lambda: self.joined > 0,
-            (dist, "is_nccl_available"): lambda: True,
-            (dist, "get_rank"): lambda *_: self.rank,
-            (dist, "get_world_size"): lambda *_: self.world_size,
-            (dist, "get_backend"): lambda *_: self.backend,
-            (dist, "barrier"): lambda *_, **__: None,
-            (torch.cuda, "is_available"): lambda: self.gpus > 0,
-            (torch.cuda, "device_count"): lambda: self.gpus,
-            (torch.cuda, "set_device"): self.set_device,
-            (torch.cuda, "current_device"): lambda: max(0, self.current),
-            (torch.accelerator, "is_available"): lambda: self.gpus > 0,
-            (torch.accelerator, "device_count"): lambda: self.gpus,
-            (torch.accelerator, "set_device_index"): self.set_device,
-            (torch.accelerator, "current_accelerator"): lambda *_, **__: (
-                torch.device("cuda") if self.gpus else None
-            ),
-        }
 
 
 def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
-import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.launched import (
     ELSEWHERE,
     ON_CPU,
-    complete_environment,
     find_script,
     run_script,
-    write_to,
 )
-from autograder.criteria.common.pretending import pretending
-from autograder.criteria.common.script_worker import ScriptError, work
+from autograder.criteria.common.virtual_cluster import find_joins, judge_joins
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab1_ddp.joining import PER_NODE, Place
 from autograder.inside.not_started import is_not_started
-from minidist.errors import LaunchError
-from minidist.launch import run
 
 SCRIPT_DEADLINE_S = 120.0  # a right script takes about 5 s; machines may be busy
-JOINING_DEADLINE_S = 60.0  # twice, until it joins
-GPUS = (PER_NODE - 1, PER_NODE)  # of a node where the script is only watched until it joins
 SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
 
 
@@ -91,54 +79,8 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
             )
         with np.load(out, allow_pickle=False) as saved:
             found = {k: saved[k] for k in saved.files if k == "losses" or k in inputs}
-        backends = _find_backends(script, arguments, Path(folder))
-        return found | {"writers": writers, "elsewhere": elsewhere, "backends": backends}
-
-
-class _HasJoinedError(BaseException):
-    """Ends a script that has joined; no `except Exception` of its own may catch it."""
-
-
-class _Door(Place):
-    """A place of task 1's virtual cluster, at which a script goes no further than joining."""
-
-    def init_process_group(self, *args: Any, **options: Any) -> None:
-        if not self.backend:  # a bare `except:` may come here again, with a second one
-            super().init_process_group(*args, **options)
-        raise _HasJoinedError
-
-
-def _find_backends(script: Path, arguments: list[str], folder: Path) -> list[str]:
-    """The backend that the script names at each number of GPUs; "" if it does not come that far.
-
-    There is no GPU here, so it cannot go on. Whoever waits for the other ranks before joining, or
-    runs on a machine that is too busy, has named none.
-    """
-    given = (_join, 1, str(script.resolve()), arguments, str(folder))
-    try:
-        return run(*given, deadline_s=JOINING_DEADLINE_S, env=ON_CPU)[0]
-    except LaunchError:  # what fails before it joins may need a real GPU
-        return []
-
-
-def _join(script: str, arguments: list[str], folder: str) -> list[str]:
-    """The first rank of the second node starts the script, once for each number of GPUs."""
-    write_to(Path(os.devnull))
-    os.chdir(folder)
-    backends = []
-    for gpus in GPUS:
-        door = _Door(PER_NODE, gpus)
-        # A store of the script's own would wait for the rank that serves it.
-        instead = door.instead() | {(dist, "TCPStore"): lambda *_, **__: dist.HashStore()}
-        with (
-            mock.patch.dict(os.environ, door.environment),
-            pretending(work, instead),
-            suppress(ScriptError),
-        ):
-            complete_environment()
-            work(script, arguments)
-        backends.append(door.backend)
-    return backends
+        joins = find_joins(script, arguments, Path(folder))
+        return found | {"writers": writers, "elsewhere": elsewhere, "joins": joins}
 
 
 def judge_script(case: Case) -> Iterator[Finding]:
@@ -159,15 +101,7 @@ def judge_script(case: Case) -> Iterator[Finding]:
             f"init_process_group was to meet at {elsewhere[0]}: ranks on other machines know only "
             "torchrun's place."
         )
-    backends = case.answers[0].get("backends")
-    for gpus, backend in zip(GPUS, backends if isinstance(backends, list) else [], strict=False):
-        expected = "nccl" if gpus >= PER_NODE else "gloo"
-        if backend and expected not in backend:
-            yield Finding(
-                f"on the second of two nodes of {PER_NODE} ranks and {gpus} GPUs each, expected "
-                f"backend {expected}, got {backend}: nccl if every rank of the machine can have a "
-                "GPU of its own, else gloo."
-            )
+    yield from judge_joins(case.answers[0].get("joins"))
     parameters, mean = _train(given, case.world_size)
     losses_hint = "Per epoch the mean over all samples of all ranks; the last batch is smaller."
     for i, expected in enumerate(parameters):

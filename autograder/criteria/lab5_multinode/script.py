@@ -17,6 +17,7 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.virtual_cluster import find_joins, judge_joins
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab5_multinode.nodes import (
     NODES,
@@ -59,7 +60,9 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
         job = NodesJob(path, inputs, Path(name))
         with nodes(job, torchrun=True) as processes:
             wait(job, processes)
+        joins = find_joins(job.folder / job.name, job.arguments(0), job.folder)
         return job.results() | {
+            "joins": joins,
             "saved": job.saves(),
             "other_out": (job.folder / "out-1.npz").exists(),
         }
@@ -95,6 +98,7 @@ def judge_script(case: Case) -> Iterator[Finding]:
     given, answer = case.inputs[0], case.answers[0]
     if wrong := _training(given, answer):
         yield wrong
+    yield from judge_joins(answer.get("joins"))
     job, saved = given["job"], answer.get("saved")
     steps = [*range(job["every"], job["steps"] + 1, job["every"])]
     marks = [str(mark) for mark in saved] if isinstance(saved, list) else []
