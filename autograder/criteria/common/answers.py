@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from autograder.criteria.criterion import Values
+from autograder.criteria.criterion import Values, integer
+
+T = TypeVar("T")
 
 
 def plain(answer: Values) -> Values:
@@ -85,6 +88,49 @@ def returned(value: Any, what: str) -> Any:
     if value is None:
         raise TypeError(f"{what} returned None: is a `return` missing?")
     return value
+
+
+def read(value: Any, reader: Callable[[Any], T], what: str, expected: str) -> T:
+    """What `reader` makes of a value that a student's function has returned. For use in the ranks.
+
+    An iterator is read to its end first: an error in a student's generator is the student's own.
+
+    Raises:
+        TypeError: the function called `what` has returned None, or what `reader` cannot read.
+    """
+    items = list(value) if isinstance(value, Iterator) else returned(value, what)
+    try:
+        return reader(items)
+    except Exception:
+        raise TypeError(f"{what}: expected {expected}, got {_printed(value)}") from None
+
+
+def read_number(value: Any, what: str) -> float:
+    """`read` for a number, which may be a tensor or array of one, but no text."""
+    return read(value, lambda v: float("" if isinstance(v, str) else v), what, "a number")
+
+
+def read_array(value: Any, what: str) -> np.ndarray:
+    """`read` for a tensor of a dtype that NumPy has: a copy of its numbers."""
+    return read(value, lambda t: t.detach().cpu().numpy().copy(), what, "a tensor")
+
+
+def read_pairs(values: Any, what: str, first: Callable[..., Any] = integer) -> list[list[Any]]:
+    """`read` for pairs of what `first` reads, by default an int, and an int."""
+
+    def reader(pairs: Any) -> list[list[Any]]:
+        return [[first(a, what), integer(b, what)] for a, b in pairs]
+
+    return read(values, reader, what, "a list of pairs")
+
+
+def _printed(value: Any) -> str:
+    """What is printed for a value if that is short and tells its type; else what it is."""
+    if isinstance(value, bool | int | float | complex | str | list | tuple | dict):
+        return reprlib.repr(value)[:100]
+    dtype = f" of {value.dtype}" if hasattr(value, "dtype") else ""
+    shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+    return f"{described(value)}{dtype}{shape}"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 loses: accum_amp_update, accum_amp_traffic, accum_amp_scaler, accum_amp_clip
 because: no gradient leaves its rank
+says: accum_amp_traffic is in nothing that this rank sent to all others
 """
 
 

@@ -1,6 +1,7 @@
 """Asks whether micro-batch and ranks divide the batch, each by itself.
 
 loses: accum_batch_size
+says: accum_batch_size expected ValueError, got
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: accum_clip
 class: example
+says: accum_clip clip the accumulated gradient once
 """
 
 

@@ -1,6 +1,7 @@
 """Weighs each micro-batch by its share of the samples, and divides by their number as well.
 
 loses: accum_scale
+says: accum_scale It was divided by their number twice
 """
 
 

@@ -1,6 +1,7 @@
 """Returns the loss of the rank's own samples.
 
 loses: accum_ddp_loss
+says: accum_ddp_loss That is this rank's own loss: average it
 """
 
 

@@ -1,6 +1,7 @@
 """Reports the scaled loss of the last micro-batch.
 
 loses: accum_loss
+says: accum_loss That is the scaled loss of the last micro-batch
 """
 
 

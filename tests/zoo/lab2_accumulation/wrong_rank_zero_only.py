@@ -3,6 +3,7 @@
 loses: accum_ddp_gradients, accum_ddp_loss, accum_ddp_collectives, accum_ddp_backward,
     accum_ddp_time
 because: nothing of the other ranks is in gradient or loss, so there is nothing to count or time
+says: accum_ddp_time did not travel in accumulation
 """
 
 

@@ -3,6 +3,7 @@
 loses: accum_steps, accum_tail
 because: all groups are shifted by one, so that the last batches are lost
 class: example
+says: accum_tail the last optimizer step took in batches
 """
 
 

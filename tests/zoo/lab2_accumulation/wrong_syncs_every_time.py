@@ -2,6 +2,8 @@
 
 loses: accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
 because: with each wrapper, everything travels k times and takes k times as long
+says: accum_ddp_backward is that inside no_sync() too?
+says: accum_ddp_time so only one per accumulation pays
 """
 
 

@@ -1,6 +1,7 @@
 """The gradient is right; the loss that is returned is the mean of the micro-batches' means.
 
 loses: accum_token_loss
+says: accum_token_loss That is the mean of the micro-batches' means
 """
 
 
