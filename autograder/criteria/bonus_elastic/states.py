@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats, item_of, plain
+from autograder.criteria.common.answers import (
+    described,
+    is_floats,
+    item_of,
+    plain,
+    read,
+    read_array,
+    returned,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 SLACK_BYTES = 64
@@ -83,6 +91,18 @@ def _are_equal(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+def _dicts(states: Any, num_ranks: int, names: list[str]) -> Any:
+    """What `reshard` has returned, if it is a dict with these names for each rank."""
+    if not isinstance(returned(states, "reshard"), list | tuple) or len(states) != num_ranks:
+        raise TypeError(f"reshard: expected a list of {num_ranks} dicts")
+    for state in states:
+        if not isinstance(state, dict):
+            raise TypeError(f"reshard: expected dicts in the list, got {described(state)}")
+        if missing := [name for name in names if name not in state]:
+            raise TypeError(f"reshard: a state has no {missing[0]!r}, only {list(state)}")
+    return states
+
+
 def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
     """The vectors of every new rank, and how many bytes their storage has."""
     answer: Values = {"bytes": [], "unchanged": [], "same": []}
@@ -96,9 +116,7 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
             ):
                 state[name] = shard
         kept = copy.deepcopy(states)
-        fresh = reshard(states, numel, after)
-        if not isinstance(fresh, list | tuple) or len(fresh) != after:
-            raise TypeError(f"reshard: expected a list of {after} dicts")
+        fresh = _dicts(reshard(states, numel, after), after, inputs["names"])
         sizes = []
         answer["same"].append(
             all(
@@ -113,7 +131,7 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
         for rank, state in enumerate(fresh):
             for name in inputs["names"]:
                 part = state[name]
-                answer[f"{number}/{rank}/{name}"] = part.detach().numpy().copy()
+                answer[f"{number}/{rank}/{name}"] = read_array(part, f"reshard, {name!r}")
                 sizes.append([part.numel(), part.untyped_storage().nbytes()])
         answer["bytes"].append(sizes)
         answer["unchanged"].append(
@@ -249,6 +267,7 @@ def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
         _step(shards, optimizers, inputs[f"g{step}"])
     states = [o.state[s] for s, o in zip(shards, optimizers, strict=True)]
     fresh = reshard(copy.deepcopy(states), numel, after)
+    fresh = _dicts(read(fresh, list, "reshard", "a list"), after, list(states[0]))
     shards, optimizers = _sharded_adamw(torch.cat([s.detach() for s in shards]), after)
     for shard, optimizer, state in zip(shards, optimizers, fresh, strict=True):
         # `elastic_reshard` judges the dtypes of parts.

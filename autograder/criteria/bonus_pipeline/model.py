@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import is_floats, item_of, unit_hint
+from autograder.criteria.common.answers import is_floats, item_of, read_number, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 CASES = 8
@@ -49,10 +49,10 @@ def draw(source: Draw) -> list[Values]:
 def observe_bubble(functions: Any, inputs: Values, context: Context) -> Values:
     """Share and seconds of every case."""
     fraction, seconds = functions
-    return {
-        "fraction": np.array([float(fraction(p, m)) for p, m, _, _ in inputs["cases"]]),
-        "seconds": np.array([float(seconds(*each)) for each in inputs["cases"]]),
-    }
+    cases = inputs["cases"]
+    shares = [read_number(fraction(p, m), "bubble_fraction") for p, m, _, _ in cases]
+    idle = [read_number(seconds(*each), "idle_seconds") for each in cases]
+    return {"fraction": np.array(shares), "seconds": np.array(idle)}
 
 
 def _is_close(got: Any, expected: np.ndarray) -> bool:
@@ -107,8 +107,14 @@ def judge_choice(case: Case) -> Iterator[Finding]:
             right = max(1, math.ceil((p - 1) * (1 - bubble) / bubble))
             got = item_of(found, number)
             if type(got) is not int or got != right:
+                why = ""
+                if type(got) is int and 0 < got < 10**6:
+                    share = (p - 1) / (got + p - 1)
+                    enough = "too large" if share > bubble else f"{right} are enough"
+                    why = f" With {got} it is {share:.4g}: {enough}."
                 yield Finding(
-                    f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got {got}.",
+                    f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got "
+                    f"{str(got)[:40]}.{why}",
                     rank,
                 )
                 break
@@ -117,10 +123,10 @@ def judge_choice(case: Case) -> Iterator[Finding]:
 def observe_bytes(functions: Any, inputs: Values, context: Context) -> Values:
     """Bytes sent by a pipeline and by data parallelism."""
     pipeline, data_parallel = functions
-    return {
-        "pipeline": np.array([float(pipeline(*each)) for each in inputs["sizes"]]),
-        "data": np.array([float(data_parallel(n, size)) for n, _, size in inputs["sizes"]]),
-    }
+    sizes = inputs["sizes"]
+    sent = [read_number(pipeline(*each), "pipeline_bytes") for each in sizes]
+    ring = [read_number(data_parallel(n, size), "data_parallel_bytes") for n, _, size in sizes]
+    return {"pipeline": np.array(sent), "data": np.array(ring)}
 
 
 def judge_bytes(case: Case) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import described, item_of
+from autograder.criteria.common.answers import described, item_of, read_pairs
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 Step = tuple[str, int]
@@ -72,12 +72,7 @@ def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
     for costs, stages in inputs["cases"]:
         given = list(costs)
         for cuts in answer.values():
-            cuts.append(
-                [
-                    [integer(begin, "begin"), integer(end, "end")]
-                    for begin, end in _lasting(cut_layers(given, stages), "cut_layers")
-                ]
-            )
+            cuts.append(read_pairs(_lasting(cut_layers(given, stages), "cut_layers"), "cut_layers"))
     return answer
 
 
@@ -184,11 +179,13 @@ def observe_schedules(build: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     for stages, micro_batches in inputs["pairs"]:
         for rank in range(context.rank, stages, context.world_size):
-            answer[f"{stages}/{micro_batches}/{rank}"] = [
-                [str(what)[:20], integer(i, "a micro-batch")]
-                for what, i in _lasting(build(rank, stages, micro_batches), "this function")
-            ]
+            steps = _lasting(build(rank, stages, micro_batches), "this function")
+            answer[f"{stages}/{micro_batches}/{rank}"] = read_pairs(steps, "this function", _kind)
     return answer
+
+
+def _kind(value: Any, what: str) -> str:
+    return str(value)[:20]
 
 
 def _schedules(case: Case) -> Any:
@@ -313,5 +310,9 @@ def judge_kept(case: Case) -> Iterator[Finding]:
                 got, when = again, " in a second call, with the list of the first"
             if type(got) is not int or got != right:
                 text = " ".join(f"{what[0].upper()}{i}" for what, i in steps)
-                yield Finding(f"{text}: expected {right}, got {got}{when}.", rank)
+                yield Finding(
+                    f"{text}: expected {right}, got {got}{when}. A micro-batch is kept from its "
+                    "forward until its backward.",
+                    rank,
+                )
                 break

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, read, read_array
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
@@ -99,7 +99,7 @@ def observe_columns(orthonormalise: Any, inputs: Values, context: Context) -> Va
     for number in range(len(inputs["kinds"])):
         matrix = torch.from_numpy(inputs[str(number)].copy()).to(context.device)
         result = orthonormalise(matrix)
-        answer[str(number)] = result.detach().cpu().numpy()
+        answer[str(number)] = read_array(result, "orthonormalise")
         answer[f"before/{number}"] = matrix.cpu().numpy()
     return answer
 
@@ -170,6 +170,8 @@ def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | Non
     lost = np.linalg.norm(wanted - columns @ (columns.T @ wanted), axis=0)
     if (lost > 10 * tolerance * norms).any():
         column = int(np.argmax(lost > 10 * tolerance * norms))
+        if not columns.any():
+            return "all of it is zero."
         return (
             f"column {column} of the argument is not in the span of the result: "
             f"{lost[column] / norms[column]:.3g} of its length is missing."
@@ -208,16 +210,20 @@ def draw_mean(draw: Draw) -> list[Values]:
 
 def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
     """All means, and the arguments afterwards; the all-reduces for two large tensors and none."""
-    answer: Values = {"none": len(packed_mean([]))}
+
+    def means_of(tensors: list[torch.Tensor]) -> list[Any]:
+        return read(packed_mean(tensors), list, "packed_mean", "a list of tensors")
+
+    answer: Values = {"none": len(means_of([]))}
     calls = {}
     for letter, (shapes, _) in MEANS.items():
         arrays = [np.array(inputs[f"{letter}{i}"]) for i in range(len(shapes))]
         tensors = [torch.from_numpy(array).to(context.device) for array in arrays]
-        calls[letter] = tensors, list(packed_mean(tensors))
+        calls[letter] = tensors, means_of(tensors)
     for letter, (tensors, means) in calls.items():
         answer[f"{letter} count"] = len(means)
         for i, (mean, tensor) in enumerate(zip(means, tensors, strict=False)):
-            answer[f"{letter}{i}"] = mean.cpu().numpy()
+            answer[f"{letter}{i}"] = read_array(mean, f"packed_mean, tensor {i}")
             answer[f"before/{letter}{i}"] = tensor.cpu().numpy()
     answer["calls"] = _count_calls(packed_mean, [torch.ones(LARGE, device=context.device)] * 2)
     answer["calls for none"] = _count_calls(packed_mean, [])
@@ -343,7 +349,10 @@ def observe_shapes(matrix_shape: Any, inputs: Values, context: Context) -> Value
     said = []
     for shape, rank in inputs["cases"]:
         found = matrix_shape(tuple(shape), rank)
-        said.append(None if found is None else [integer(k, "a number of rows") for k in found])
+        if found is not None:
+            found = read(found, list, "matrix_shape", "None or a pair of ints")
+            found = [integer(k, "a number of rows") for k in found]
+        said.append(found)
     return {"said": said}
 
 

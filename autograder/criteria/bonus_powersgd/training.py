@@ -18,6 +18,8 @@ from autograder.criteria.common.answers import (
     is_close,
     is_floats,
     item_of,
+    read,
+    read_number,
     short,
     unit_hint,
 )
@@ -66,14 +68,18 @@ def _numbers(case: Values) -> tuple[int, int]:
     return whole, sent
 
 
+def _compressed(case: Values) -> list[list[int]]:
+    pairs = [expected_shape(shape, case["rank"]) for shape in case["shapes"]]
+    return [pair for pair in pairs if pair]
+
+
 def observe_numbers(functions: Any, inputs: Values, context: Context) -> Values:
     """Numbers sent and ratio, for every case."""
     numbers_sent, compression_ratio = functions
-    cases = inputs["cases"]
-    return {
-        "sent": [integer(numbers_sent(_shapes(c), c["rank"]), "numbers_sent") for c in cases],
-        "ratio": np.array([float(compression_ratio(_shapes(c), c["rank"])) for c in cases]),
-    }
+    arguments = [(_shapes(c), c["rank"]) for c in inputs["cases"]]
+    sent = [integer(numbers_sent(*each), "numbers_sent") for each in arguments]
+    ratios = [read_number(compression_ratio(*each), "compression_ratio") for each in arguments]
+    return {"sent": sent, "ratio": np.array(ratios)}
 
 
 def judge_numbers(case: Case) -> Iterator[Finding]:
@@ -86,9 +92,11 @@ def judge_numbers(case: Case) -> Iterator[Finding]:
             got = item_of(said, i)
             right = got == expected[i]
             if not right:
+                thin = sum(each["rank"] * sum(pair) for pair in _compressed(each))
+                hint = " Those of P and Q alone; what is not compressed is sent, too."
                 yield Finding(
                     f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, got "
-                    f"{str(got)[:40]}.",
+                    f"{str(got)[:40]}.{hint * (got == thin)}",
                     rank,
                 )
                 break
@@ -145,7 +153,7 @@ def observe_seconds(seconds_saved: Any, inputs: Values, context: Context) -> Val
     """Seconds saved, for every case."""
     names = ("rank", "world_size", "latency_s", "bandwidth", "compress_s")
     saved = [seconds_saved(_shapes(c), *(c[name] for name in names)) for c in inputs["cases"]]
-    return {"saved": np.array([float(each) for each in saved])}
+    return {"saved": np.array([read_number(each, "seconds_saved") for each in saved])}
 
 
 def judge_seconds(case: Case) -> Iterator[Finding]:
@@ -210,8 +218,9 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
         for step in range(STEPS)
     ]
     losses = train(model, ExactReducer(model.parameters()), iter(batches), LR, oracle.mse)
+    losses = read(losses, list, "train", "a list of losses")
     answer: Values = {
-        "losses": np.array([float(loss) for loss in losses]),
+        "losses": np.array([read_number(loss, "train, for a loss") for loss in losses]),
         "floats": all(isinstance(loss, float) for loss in losses),
     }
     for i, parameter in enumerate(model.parameters()):
@@ -332,7 +341,8 @@ def judge_converges(case: Case) -> Iterator[Finding]:
         if not loss <= ENOUGH * first:
             yield Finding(
                 f"after {LONG} steps of rank 1 with error feedback the loss is {loss:.3g}, at "
-                f"first it was {first:.3g}; expected at most {ENOUGH * first:.3g}.",
+                f"first it was {first:.3g}; expected at most {ENOUGH * first:.3g}. What one step "
+                "does not send has to come in later ones.",
                 rank,
             )
         elif any(

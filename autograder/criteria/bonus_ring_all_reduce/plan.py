@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import described, item_of, returned, told
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.common.answers import described, item_of, read_pairs, returned, told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 VIRTUAL_WORLDS = (2, 3, 5, 8)
 ALSO_ONE = (1, *VIRTUAL_WORLDS)  # one rank: a plan without steps, of which only one half is judged
@@ -40,8 +40,7 @@ def observe_chunks(chunk_bounds: Any, inputs: Values, context: Context) -> Value
     answer: Values = {"bounds": []}
     for case in inputs["cases"]:
         chunks = _noted(chunk_bounds(*case), "chunk_bounds", answer)
-        bounds = [[integer(begin, "begin"), integer(end, "end")] for begin, end in chunks]
-        answer["bounds"].append(bounds)
+        answer["bounds"].append(read_pairs(chunks, "chunk_bounds"))
     return answer
 
 
@@ -125,10 +124,8 @@ def observe_steps(ring_steps: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     for world_size in inputs["worlds"]:
         for rank in range(context.rank, world_size, context.world_size):
-            answer[f"{world_size}/{rank}"] = [
-                [integer(sent, "a chunk to send"), integer(received, "a chunk to receive")]
-                for sent, received in _noted(ring_steps(rank, world_size), "ring_steps", answer)
-            ]
+            steps = _noted(ring_steps(rank, world_size), "ring_steps", answer)
+            answer[f"{world_size}/{rank}"] = read_pairs(steps, "ring_steps")
     return answer
 
 

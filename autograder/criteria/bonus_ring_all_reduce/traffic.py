@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.answers import as_number, is_floats
+from autograder.criteria.common.comm_hooks import as_future, refused
 from autograder.criteria.common.emulated import even_cluster
 from autograder.criteria.common.tensor_memory import TensorMemory
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
@@ -281,7 +282,9 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     """Gradients of torch's DDP with the student's hook."""
     model: nn.Module = oracle.mlp(inputs)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)  # several buckets
-    ddp.register_comm_hook(None, hook)
+    if why := refused(ddp, hook):
+        raise TypeError(f"ring_hook: {why}")
+    ddp.register_comm_hook(None, lambda state, bucket: as_future(hook(state, bucket), "ring_hook"))
     for _ in range(STEPS):
         ddp.zero_grad()
         x, y = (torch.from_numpy(inputs[name]) for name in "xy")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import unit_hint
+from autograder.criteria.common.answers import read_number, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 CASES = 6
@@ -36,10 +36,10 @@ def draw(source: Draw) -> list[Values]:
 def observe(functions: Any, inputs: Values, context: Context) -> Values:
     """The bytes of tensor parallelism and of data parallelism for every case."""
     tensor, data = functions
-    return {
-        "tensor": np.array([float(tensor(*case)) for case in inputs["cases"]]),
-        "data": np.array([float(data(*case[2:])) for case in inputs["cases"]]),
-    }
+    cases = inputs["cases"]
+    activations = [read_number(tensor(*case), "tensor_parallel_bytes") for case in cases]
+    gradients = [read_number(data(*case[2:]), "data_parallel_bytes") for case in cases]
+    return {"tensor": np.array(activations), "data": np.array(gradients)}
 
 
 def judge(case: Case) -> Iterator[Finding]:

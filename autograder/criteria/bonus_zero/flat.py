@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import item_of, same_array, told
+from autograder.criteria.common.answers import item_of, read, read_array, same_array, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- flat vectors --------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def observe_flatten(flatten: Any, inputs: Values, context: Context) -> Values:
     for number, case in enumerate(inputs["cases"]):
         tensors = _tensors(inputs, number, context.device)
         flat = flatten(tensors, case["parts"])
-        answer[f"f{number}"] = flat.detach().cpu().numpy().copy()
+        answer[f"f{number}"] = read_array(flat, "flatten")
         with torch.no_grad():
             flat.fill_(7.0)
         for i, tensor in enumerate(tensors):
@@ -233,6 +233,7 @@ def observe_groups(trainable_groups: Any, inputs: Values, context: Context) -> V
                 a.keys() == b.keys() and all(a[k] is b[k] for k in a)
                 for a, b in zip(given, before, strict=True)
             )
+        groups = read(groups, list, "trainable_groups", "a list of dicts")
         told.append([_describe(group, number_of) for group in groups])
     return {"told": told, "unchanged": unchanged}
 

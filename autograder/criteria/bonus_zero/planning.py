@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import item_of, short, unit_hint
+from autograder.criteria.common.answers import item_of, read, read_number, short, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 # --- formulas ------------------------------------------------------------------------------------
@@ -47,6 +47,7 @@ def observe_memory(memory_per_rank: Any, inputs: Values, context: Context) -> Va
     told = []
     for each in inputs["cases"]:
         numbers = memory_per_rank(list(each["sizes"]), each["ranks"], each["stage"])
+        numbers = read(numbers, list, "memory_per_rank", "three ints")
         told.append([integer(number, "memory_per_rank") for number in numbers])
     return {"told": told}
 
@@ -234,7 +235,8 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
             for m in range(count)
         ]
         told = train_step(model, optimizer, pairs, oracle.mse, inputs["limits"][call])
-        answer["told"].append([float(number) for number in told])
+        told = read(told, list, "train_step", "a loss and a norm")
+        answer["told"].append([read_number(number, "train_step") for number in told])
         answer["forgotten"].append(not any(total.any() for total in optimizer.sums))
     for i, parameter in enumerate(model.parameters()):
         answer[f"p{i}"] = parameter.detach().cpu().numpy()
@@ -309,4 +311,6 @@ def _why(case: Case, rank: int, call: int, what: str, got: Any, right: float) ->
             why = "it was divided by the number of micro-batches twice, or by that of ranks"
         if factor != 1 and abs(got - factor * right) <= 1e-3 * abs(factor * right):
             return f" Presumably {why}."
-    return " Do gradients of an earlier call remain?" if what == "norm" else ""
+    if what == "norm":
+        return " Do gradients of an earlier call remain?"
+    return " Until then losses and norms were right: clipped before the step?" if call else ""

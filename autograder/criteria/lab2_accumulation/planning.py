@@ -62,7 +62,7 @@ def observe_batch_size(subject: Any, inputs: Values, context: Context) -> Values
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic | torch.Tensor):
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         value = value.item()
     return value if isinstance(value, int | float) else repr(value)[:80]
 

@@ -7,7 +7,6 @@ right payloads and the right results without training anything.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common.answers import described, told
 from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.common.comm_hooks import as_future, refused
 from autograder.criteria.common.places import on_cpu
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
@@ -89,8 +89,10 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
     held = HeldBack() if len(inputs["names"]) > 1 else None
     for name in inputs["names"]:
         hook, futures = make_hook(DTYPES[name]), []
+        if not callable(hook):
+            raise TypeError(f"make_compress_hook returned {described(hook)}; expected a function")
         model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
-        answer["hook"] = answer["hook"] or _refused(model, hook)
+        answer["hook"] = answer["hook"] or refused(model, hook)
         # Without annotations: DDP would compare them.
         many = ManyRanks(make_hook, DTYPES[name]) if held else None
         called = partial(_call, hook, futures, held, many)
@@ -123,20 +125,6 @@ def _weights(inputs: Values, name: str) -> list[torch.Tensor]:
     return [torch.from_numpy(inputs[f"w/{i}"] * np.float32(factor)) for i in range(len(SHAPES))]
 
 
-def _refused(model: DistributedDataParallel, hook: Any) -> str:
-    """Why DDP would refuse a hook; "" if it would not."""
-    if not callable(hook):
-        raise TypeError(f"make_compress_hook returned {described(hook)}; expected a function")
-    try:
-        model._check_comm_hook(hook)
-    except KeyError:
-        names = list(inspect.signature(hook).parameters)
-        return f"the hook's arguments are called {names}: DDP wants the second to be 'bucket'."
-    except (TypeError, ValueError) as error:
-        return f"DDP refuses the hook: {error}"
-    return ""
-
-
 def _call(
     hook: Any,
     futures: list[Any],
@@ -151,9 +139,7 @@ def _call(
     if held is not None and bucket.is_last():
         held.release()
     futures.append(future)
-    if isinstance(future, torch._C.Future):  # then() gives one that is no torch.futures.Future
-        return future  # type: ignore[return-value]
-    raise TypeError(f"the hook returned {described(future)}; it has to return a torch Future")
+    return as_future(future, "the hook")
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
+from autograder.criteria.common.comm_hooks import as_future
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 HOOK_SIZES, HOOK_BATCH, HOOK_STEPS = (6, 40, 3), 5, 2
@@ -56,12 +57,7 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
 
     def checked(state: Any, bucket: Any) -> Any:
         buckets.append([number_of.get(id(p), -1) for p in bucket.parameters()])
-        future = hook(state, bucket)
-        if not isinstance(future, torch._C.Future):  # the base of what torch itself returns
-            raise TypeError(
-                f"all_reduce_hook: expected a torch.futures.Future, got {type(future).__name__}"
-            )
-        return future
+        return as_future(hook(state, bucket), "all_reduce_hook")
 
     checked.__annotations__.clear()  # DDP would compare these texts with its types
     ddp.register_comm_hook(counting, checked)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import is_floats, item_of, told
+from autograder.criteria.common.answers import is_floats, item_of, read, read_number, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 RUN = ("kind", "num_bytes", "seconds", "num_ranks")  # the arguments of bus_bandwidth
@@ -100,27 +100,14 @@ def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Valu
             warmup=given["warmup"],
             repeats=given["repeats"],
         )
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise TypeError(
-                f"measure_link: expected (latency_s, bandwidth_bytes_per_s), got {found!r}"
-            )
-        names = ("latency_s", "bandwidth_bytes_per_s")
-        numbers = [_number(v, n) for v, n in zip(found, names, strict=True)]
-        answer[f"found/{number}"] = np.array(numbers)
+        pair = read(found, _pair, "measure_link", "(latency_s, bandwidth_bytes_per_s)")
+        answer[f"found/{number}"] = np.array([read_number(v, name) for name, v in pair])
         answer["calls"].append([link.calls.get(size, 0) for size in SIZES])
     return answer
 
 
-def _number(value: Any, what: str) -> float:
-    """`value` as a float.
-
-    Raises:
-        TypeError: the student's function returned something else, perhaps nothing.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        missing = ": is a return missing?" if value is None else ""
-        raise TypeError(f"{what}: expected a number, got {value!r}"[:300] + missing)
-    return float(value)
+def _pair(found: Any) -> list[tuple[str, Any]]:
+    return list(zip(("latency_s", "bandwidth_bytes_per_s"), found, strict=True))
 
 
 def judge_measure(case: Case) -> Iterator[Finding]:
@@ -205,7 +192,7 @@ def draw_bus(draw: Draw) -> list[Values]:
 def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
     """The bus bandwidth of every run."""
     found = [
-        _number(bus_bandwidth(*(r[key] for key in RUN)), f"bus_bandwidth({r['kind']!r}, …)")
+        read_number(bus_bandwidth(*(r[key] for key in RUN)), f"bus_bandwidth({r['kind']!r}, …)")
         for r in inputs["runs"]
     ]
     return {"found": np.array(found)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import as_number, item_of, naming
+from autograder.criteria.common.answers import as_number, described, item_of, naming, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import is_same
 
@@ -50,10 +50,10 @@ def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
                 produced[0] += 1
                 yield number
 
-        batches = iter(prefetch(source(), depth))
+        batches = iter(_iterable(prefetch(source(), depth)))
         row, got = [], []
         for taken in (1, 2, 3):
-            got.append(next(batches))
+            got.append(_next(batches, taken))
             deadline = time.monotonic() + PATIENCE_S
             while produced[0] < taken + depth and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -153,6 +153,19 @@ def _source(kind: str, depth: int, made: list[int]) -> Iterator[int]:
         raise DiskError(kind)
 
 
+def _next(batches: Iterator[Any], number: int) -> Any:
+    for batch in batches:
+        return batch
+    raise ValueError(f"prefetch: the loop has ended before batch {number} of {BATCHES}")
+
+
+def _iterable(found: Any) -> Any:
+    """What `prefetch` has returned, if a loop can run over it."""
+    if not hasattr(returned(found, "prefetch"), "__iter__"):
+        raise TypeError(f"prefetch: expected an iterator, got {described(found)}")
+    return found
+
+
 class _NoBeginning:
     """A source that fails before its first batch, like a DataLoader whose workers do not start."""
 
@@ -210,7 +223,7 @@ def _takes_all(source: Any, depth: int, prefetch: Any, taken: list[Any]) -> bool
     """Whether a loop that puts the batches into `taken` ends in time."""
 
     def loop() -> None:
-        for batch in prefetch(source, depth):
+        for batch in _iterable(prefetch(source, depth)):
             taken.append(batch)
 
     return _ends(loop)
@@ -264,7 +277,7 @@ def _observe_breaks(prefetch: Any, depth: int) -> Values:
         loop = iter(prefetch(_source(kind, depth, made), depth))
         with contextlib.suppress(DiskError):  # if it comes too early: that is told above
             for _ in range(0 if kind == BREAKS[-1] else 3):
-                next(loop)
+                next(loop, None)
         time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
         before_break.append(made[0])
         closes = _ends(getattr(loop, "close", lambda: None))
@@ -285,8 +298,9 @@ def _observe_breaks(prefetch: Any, depth: int) -> Values:
 
 
 def _described(batches: list[Any]) -> list[Any]:
-    """Batches as they were drawn: arrays are lists again."""
-    return [b.tolist() if isinstance(b, np.ndarray) else b for b in batches]
+    """Batches as they were drawn, arrays as lists again; what is no such batch in words."""
+    lists = [b.tolist() if isinstance(b, np.ndarray) else b for b in batches]
+    return [b if b is None or isinstance(b, int | list) else repr(b)[:80] for b in lists]
 
 
 def _threads_beside(known: set[threading.Thread]) -> int:

@@ -18,7 +18,7 @@ from autograder.criteria.common.answers import (
     is_close,
     item_of,
     naming,
-    returned,
+    read,
     short,
     unit_hint,
 )
@@ -68,8 +68,11 @@ def best_plan(sizes: Sequence[float], measure: Callable[[Plan], float]) -> Plan:
 
 def read_plan(value: Any, what: str) -> Plan:
     """A student's plan as lists of ints."""
-    plan = returned(value, what)
-    return [[integer(i, f"an index from {what}") for i in bucket] for bucket in plan]
+
+    def reader(plan: Any) -> Plan:
+        return [[integer(i, what) for i in bucket] for bucket in plan]
+
+    return read(value, reader, what, "a list of lists of indices")
 
 
 # --- plan_buckets --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from autograder.criteria.common.answers import (
     is_close,
     item_of,
     naming,
+    read,
     returned,
     unit_hint,
 )
@@ -181,7 +182,7 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
         numbers = {key: case[key] for key in ("load_s", "step_s", "cores", "ranks_per_node")}
         with naming(f"loader_settings({_shown(case)})"):
             settings = loader_settings(**numbers, device=torch.device(case["device"]))
-            settings = dict(returned(settings, "loader_settings"))
+            settings = read(settings, dict, "loader_settings", "a dict of options")
         with warnings.catch_warnings(), naming(f"DataLoader(…, **{settings})"):
             warnings.simplefilter("ignore")  # this machine may have fewer cores
             loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, **settings)

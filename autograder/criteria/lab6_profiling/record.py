@@ -18,7 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autograder.criteria.common.answers import as_number, described, item_of, naming, returned
+from autograder.criteria.common.answers import (
+    as_number,
+    described,
+    item_of,
+    naming,
+    read,
+    returned,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import (
     KINDS,
@@ -330,10 +337,8 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
         before = _read(events)
         where = f"trace {number + 1} of {len(inputs['traces'])}, {len(events)} events"
         with naming(f"to_spans(events, rank={inputs['rank']}): {where}"):
-            spans = [
-                Span(int(s.rank), str(s.kind), str(s.name), float(s.start), float(s.end))
-                for s in returned(to_spans(events, inputs["rank"]), "to_spans")
-            ]
+            found = to_spans(events, inputs["rank"])
+            spans = read(found, _as_spans, "to_spans", "a list of Span")
         if inputs["kept"] and _read(events) != before:
             raise ValueError(
                 "to_spans has changed the events that it was given: leave them as they are, "
@@ -344,6 +349,12 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
         answer[f"{number}/ranks"] = sorted({s.rank for s in spans})
         answer[f"{number}/times"] = np.array([[s.start, s.end] for s in spans], dtype=np.float64)
     return answer
+
+
+def _as_spans(found: Any) -> list[Span]:
+    return [
+        Span(int(s.rank), str(s.kind), str(s.name), float(s.start), float(s.end)) for s in found
+    ]
 
 
 def _read(events: list[Values]) -> list[str]:

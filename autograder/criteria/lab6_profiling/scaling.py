@@ -22,7 +22,8 @@ from autograder.criteria.common.answers import (
     item_of,
     naming,
     plain,
-    returned,
+    read,
+    unit_hint,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 from autograder.criteria.lab6_profiling.spans import is_same
@@ -65,10 +66,14 @@ def observe_scaling(scaling: Any, inputs: Values, context: Context) -> Values:
     for case in inputs["cases"]:
         times = dict(zip(case["sizes"], case["seconds"], strict=True))
         with naming(f"scaling({times}, {case['mode']!r})"):
-            found = returned(scaling(times, case["mode"]), "scaling")
-            sizes = [integer(n, "a number of ranks") for n in sorted(found)]
-            rows.append([[n, *described_numbers(found[n])] for n in sizes])
+            found = scaling(times, case["mode"])
+            items = read(found, _by_ranks, "scaling", "a dict whose keys are numbers of ranks")
+            rows.append([[n, *described_numbers(values)] for n, values in items])
     return {"rows": rows}
+
+
+def _by_ranks(found: Any) -> list[tuple[int, Any]]:
+    return [(integer(n, "a number of ranks"), found[n]) for n in sorted(found)]
 
 
 def judge_scaling(case: Case) -> Iterator[Finding]:
@@ -180,12 +185,22 @@ def observe_report(scaling_report: Any, inputs: Values, context: Context) -> Val
     for lines in inputs["logs"]:
         log = [dict(zip(_LINE, line, strict=True)) for line in lines]
         with naming(f"scaling_report(log): of {len(log)} lines, and not all rounds are complete"):
-            report = returned(scaling_report(log), "scaling_report")
-            sizes = [integer(n, "a number of ranks") for n in sorted(report)]
             reports.append(
-                [[n, *(described_numbers(report[n][k]) for k in _REPORTED)] for n in sizes]
+                read(
+                    scaling_report(log),
+                    _rows,
+                    "scaling_report",
+                    f"a dict: number of ranks -> dict with the keys {' and '.join(_REPORTED)}",
+                )
             )
     return {"reports": reports}
+
+
+def _rows(report: Any) -> list[list[Any]]:
+    return [
+        [n, *(described_numbers(found[name]) for name in _REPORTED)]
+        for n, found in _by_ranks(report)
+    ]
 
 
 def judge_report(case: Case) -> Iterator[Finding]:
@@ -244,6 +259,8 @@ def _why(found: Any, wanted: Sequence[float], name: str, size: int, base: int) -
             " Is each ratio one of samples per second (all ranks together have not always the same "
             "number), taken within a round, and only of rounds that have both?"
         )
+    if hint := unit_hint(middle, wanted[1]):
+        return f" {hint}"
     return " Is it over all rounds of this number of ranks, also over those that lack others?"
 
 

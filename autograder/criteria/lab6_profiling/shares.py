@@ -19,6 +19,7 @@ from autograder.criteria.common.answers import (
     is_close,
     item_of,
     naming,
+    read,
     returned,
     short,
     unit_hint,
@@ -190,8 +191,9 @@ def observe_breakdown(function: Any, inputs: Values, context: Context) -> Values
     for number, (start, end) in enumerate(inputs["windows"]):
         spans = unpack(inputs, str(number))
         with naming(_call(spans, start, end)):
-            found = returned(function(spans, start, end), "breakdown")
-            parts.append({str(key): described_scalar(value) for key, value in found.items()})
+            found = function(spans, start, end)
+            items = read(found, lambda f: list(f.items()), "breakdown", "a dict of seconds")
+            parts.append({str(key): described_scalar(value) for key, value in items})
     return {"parts": parts}
 
 
