@@ -386,12 +386,6 @@ def judge_resume(case: Case) -> list[Finding]:
                 break
         for step, values in enumerate(expected):
             when = f"{step} step{'s' * (step > 1)} after" if step else "after"
-            hint = (
-                "The model was right after loading: is AdamW's state loaded, and its groups' "
-                "options?"
-                if step
-                else "Does every rank get its shards of what rank 0 has read?"
-            )
             if any(f.rank == rank for f in findings):
                 break
             wrongs = (
@@ -400,7 +394,7 @@ def judge_resume(case: Case) -> list[Finding]:
                     f"{name} {when} load_checkpoint",
                     answer.get(f"p{step}/{i}"),
                     value,
-                    hint=hint,
+                    hint=_why_not_resumed(name, step),
                 )
                 for i, (name, value) in enumerate(zip(_names(), values, strict=True))
             )
@@ -408,6 +402,16 @@ def judge_resume(case: Case) -> list[Finding]:
                 findings.append(wrong)
                 break
     return findings
+
+
+def _why_not_resumed(name: str, step: int) -> str:
+    if step:
+        return (
+            "The model was right after loading: is AdamW's state loaded, and its groups' options?"
+        )
+    if name == "seen":
+        return "The parameters are right, this is a buffer: it has to be saved and loaded, too."
+    return "Does every rank get its shards of what rank 0 has read?"
 
 
 def _names() -> list[str]:

@@ -1,6 +1,7 @@
 """Every block recomputes, also those that are in no unit.
 
 loses: fsdp_recompute
+says: fsdp_recompute is in no unit, and it was computed 2 times
 """
 
 

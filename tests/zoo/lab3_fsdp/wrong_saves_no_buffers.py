@@ -2,6 +2,8 @@
 
 loses: fsdp_save, fsdp_resume
 because: saving forgets the buffers, and so does loading: two functions.
+says: fsdp_save "model": expected the names
+says: fsdp_resume this is a buffer: it has to be saved and loaded
 """
 
 
