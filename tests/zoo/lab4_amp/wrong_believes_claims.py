@@ -6,6 +6,10 @@ clock around the calls times a device.
 loses: amp_lost_share, amp_memory, amp_timing, amp_choice
 class: example
 because: there are four faults in it, one for each.
+says: amp_lost_share Subnormal numbers are not lost
+says: amp_memory numel × element_size of every parameter
+says: amp_timing That is how long it takes to queue a step
+says: amp_choice expected (dtype, needs a scaler) = (bfloat16, False)
 """
 
 

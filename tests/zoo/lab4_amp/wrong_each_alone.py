@@ -2,6 +2,8 @@
 
 loses: amp_safe_scale, amp_timing, amp_choice
 because: three functions have this fault.
+says: amp_timing all wait for the slowest rank
+says: amp_choice All ranks have to choose alike
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: amp_hook_mean, amp_hook_bytes
 because: nothing is reduced, and nothing travels.
+says: amp_hook_bytes were all-reduced over all ranks in
 """
 
 

@@ -1,6 +1,7 @@
 """Reduces four bytes per element and rounds the result.
 
 loses: amp_hook_bytes
+says: amp_hook_bytes saw an all-reduce of float32
 """
 
 
