@@ -3,6 +3,7 @@ another one as well.
 
 loses: prof_utilisation
 class: example
+says: prof_utilisation Two computations at the same time count once
 """
 
 # %% replaces="task2_shares"

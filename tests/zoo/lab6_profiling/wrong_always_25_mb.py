@@ -2,6 +2,7 @@
 
 loses: prof_bucket_tune
 class: example
+says: prof_bucket_tune Try many caps
 """
 
 

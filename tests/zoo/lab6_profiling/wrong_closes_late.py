@@ -1,6 +1,7 @@
 """Closes a bucket after it has grown beyond its limit.
 
 loses: prof_bucket_plan
+says: prof_bucket_plan is larger than the cap though it holds several gradients
 """
 
 

@@ -1,6 +1,7 @@
 """Writes the end of a span where its length belongs.
 
 loses: prof_export
+says: prof_export A duration in microseconds, not an end
 """
 
 

@@ -3,6 +3,7 @@
 loses: prof_bucket_sends, prof_efficiency
 because: a latency for each gradient is what the plan was to avoid
 says: prof_efficiency put all gradients of a bucket into one
+says: prof_bucket_sends one per bucket, got
 """
 
 

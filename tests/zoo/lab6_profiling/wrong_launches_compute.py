@@ -1,6 +1,7 @@
 """Takes the operators that launch kernels for computation, also where a GPU computes.
 
 loses: prof_spans_gpu
+says: prof_spans_gpu became compute and is none
 """
 
 
