@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,5 +43,6 @@ def load_plain(data: bytes, what: str) -> Any:
     except Exception as error:
         raise TypeError(
             f"{what} must hold only tensors, numbers, text, None, lists, tuples and dicts, so "
-            f"that torch.load(…, weights_only=True) reads it: {str(error)[:300]}"
+            "that torch.load(…, weights_only=True) reads it: "
+            + (f"it refuses {refused[1]}." if refused else str(error)[:300])
         ) from None
