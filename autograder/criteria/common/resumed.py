@@ -41,6 +41,8 @@ def load_plain(data: bytes, what: str) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
+        # Torch's own text is long, and its first advice is to do without weights_only.
+        refused = re.search(r"GLOBAL (\S{1,80})", str(error))
         raise TypeError(
             f"{what} must hold only tensors, numbers, text, None, lists, tuples and dicts, so "
             "that torch.load(…, weights_only=True) reads it: "
