@@ -4,12 +4,12 @@ loses: prof_finds_loader, prof_finds_copies, prof_finds_logging,
     prof_finds_straggler, prof_finds_buckets
 class: example
 because: every cause may sit on a rank that it does not look at
-"""
 says: prof_finds_loader one rank alone loses it, and the rank with most counts
 says: prof_finds_copies one rank alone loses it, and the rank with most counts
 says: prof_finds_logging alone logs, in steps[
 says: prof_finds_straggler one rank computes longer than all others
 says: prof_finds_buckets all ranks but one only wait for that one
+"""
 
 
 # %% replaces="task3_bottleneck"
