@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import finite_floats, item_of, plain
+from autograder.criteria.common.answers import finite_floats, item_of, plain, read_number
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 DTYPES = ("float32", "float64")  # of a model some of whose ranks are idle
@@ -151,7 +151,7 @@ def _observe(
         mean.backward()
         loss = mean.item()
     combined = combine(as_what(list(model.parameters())), loss, inputs["own"], inputs["all"])
-    answer: Values = {"loss": np.array(float(combined))}
+    answer: Values = {"loss": np.array(read_number(combined, "combine"))}
     return answer | {
         f"g{i}": oracle.grad_of(p) for i, p in enumerate(model.parameters()) if p.grad is not None
     }

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.answers import item_of, plain, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 STEPS = 6
@@ -88,6 +88,7 @@ def observe_stop(preemption_class: Any, inputs: Values, context: Context) -> Val
             between = number == len(inputs["told"]) - 1
             said: list[bool] = []
             with preemption_class() as preemption:
+                returned(preemption, "Preemption.__enter__")
                 for step in range(STEPS):
                     # A scheduler may repeat its signal.
                     for _ in range(2 if step == told and not between else 0):

@@ -15,7 +15,7 @@ from torch import nn
 
 from autograder.criteria.bonus_powersgd.columns import expected_shape
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, read_array
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # Two layers have the same shape, as in most models.
@@ -54,7 +54,7 @@ def draw_gradients(
 
 def as_array(tensor: Any) -> np.ndarray:
     """A student's tensor as a NumPy array; an empty array for None."""
-    return np.zeros(0) if tensor is None else tensor.detach().cpu().numpy()
+    return np.zeros(0) if tensor is None else read_array(tensor, "q_of() or error_of()")
 
 
 def observe_steps(powersgd: Any, inputs: Values, context: Context) -> Values:

@@ -10,7 +10,7 @@ import torch
 
 from autograder.criteria.bonus_powersgd.columns import columns_problem
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, read, read_array
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 TOLERANCE = 1e-3
@@ -51,12 +51,16 @@ def observe(power_step: Any, inputs: Values, context: Context) -> Values:
         [torch.from_numpy(inputs[f"{letter}{i}"].copy()).to(context.device) for i in range(count)]
         for letter in "mq"
     )
-    ps, new_qs = power_step(matrices, qs)
+    pair = read(power_step(matrices, qs), list, "power_step", "a pair of lists of tensors")
+    if len(pair) != 2 or any(not hasattr(each, "__getitem__") for each in pair):
+        raise TypeError("power_step: expected a pair of lists of tensors")
+    ps, new_qs = pair
     answer: Values = {}
     if inputs["also_none"]:  # a model whose parameters are all too small
         power_step([], [])
     for i in range(count):
-        answer[f"p{i}"], answer[f"q{i}"] = ps[i].cpu().numpy(), new_qs[i].cpu().numpy()
+        answer[f"p{i}"] = read_array(ps[i], "power_step, P")
+        answer[f"q{i}"] = read_array(new_qs[i], "power_step, Q")
         answer[f"before/m{i}"], answer[f"before/q{i}"] = (
             matrices[i].cpu().numpy(),
             qs[i].cpu().numpy(),

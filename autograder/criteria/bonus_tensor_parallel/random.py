@@ -23,7 +23,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     tensor,
 )
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import described, is_floats, read_tensor, returned
 from autograder.criteria.common.places import hashing_as
 from autograder.criteria.common.pretending import in_world_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -54,6 +54,14 @@ def _among_more(make_stream: Any, context: Context) -> Iterator[None]:
         yield
 
 
+def _forked(stream: Any) -> Any:
+    """What fork() has returned, if a `with` takes it."""
+    fork = returned(stream.fork(), "fork()")
+    if not hasattr(fork, "__enter__"):
+        raise TypeError(f"fork() returned {described(fork)}, which `with` does not take")
+    return fork
+
+
 def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values:
     """Masks inside fork(): two of one stream, and one of each of four others.
 
@@ -64,14 +72,14 @@ def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values
     torch.manual_seed(inputs["common"])
     stream = make_stream(inputs["seed"])
     for name in ("first", "second"):
-        with stream.fork():
+        with _forked(stream):
             answer[name] = _mask(context)
     torch.manual_seed(inputs["elsewhere"])
     _mask(context)
     for name, seed in (("again", "seed"), ("other", "other seed"), ("zero", "seed zero")):
-        with hashing_as(1, make_stream), make_stream(inputs[seed]).fork():
+        with hashing_as(1, make_stream), _forked(make_stream(inputs[seed])):
             answer[name] = _mask(context)
-    with _among_more(make_stream, context), make_stream(inputs["seed"]).fork():
+    with _among_more(make_stream, context), _forked(make_stream(inputs["seed"])):
         answer["more"] = _mask(context)
     return {name: mask.astype(np.int64) for name, mask in answer.items()}
 
@@ -146,21 +154,21 @@ def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Value
     torch.manual_seed(inputs["common"])
     stream = make_stream(inputs["seed"])
     masks = [_mask(context)]
-    with stream.fork():
+    with _forked(stream):
         answer["begun"] = _mask(context).astype(np.int64)
         for _ in range(context.rank):
             _mask(context)
     masks.append(_mask(context))
-    with stream.fork():
+    with _forked(stream):
         answer["gone on"] = _mask(context).astype(np.int64)
     masks.append(_mask(context))
     try:
-        with stream.fork():
+        with _forked(stream):
             answer["failed"] = _mask(context).astype(np.int64)
             raise KeyError("an error inside")
     except KeyError:
         masks.append(_mask(context))
-    with stream.fork():
+    with _forked(stream):
         answer["next"] = _mask(context).astype(np.int64)
     for i, (a, b) in enumerate(zip(plain, masks, strict=True)):
         answer |= {f"plain{i}": a.astype(np.int64), f"used{i}": b.astype(np.int64)}
@@ -227,7 +235,7 @@ def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
     block = build(full, P, make_stream(inputs["seed"]))
     layers = layers_of(block, ("norm1", "norm2", "qkv", "out", "up", "down"))
     fill_parts(layers, inputs, context)
-    y = block(tensor(inputs["x"], context, grad=True))
+    y = read_tensor(block(tensor(inputs["x"], context, grad=True)), "the block")
     y.backward(tensor(inputs["gy"], context))
     answer = {"y": numbers(y), "hidden": numbers(layers["up"].bias.grad)}
     answer["down"] = numbers(layers["down"].weight.grad)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, read
 from autograder.criteria.criterion import Case, Draw, Finding, Values
 
 ROUNDED = 4e-3  # relative; numbers that are no further apart were rounded on their way
@@ -113,7 +113,7 @@ def arrays_of(parameters: Sequence[torch.Tensor], name: str) -> Values:
 
 def numbers_of(optimizer: Any) -> np.ndarray:
     """All numbers of `gradients()`, in one row."""
-    gradients = list(optimizer.gradients())
+    gradients = read(optimizer.gradients(), list, "gradients()", "tensors")
     for gradient in gradients:
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(f"gradients(): expected tensors, got {type(gradient).__name__}")

@@ -115,6 +115,15 @@ def read_array(value: Any, what: str) -> np.ndarray:
     return read(value, lambda t: t.detach().cpu().numpy().copy(), what, "a tensor")
 
 
+def read_tensor(value: Any, what: str) -> Any:
+    """The value if it is a tensor; raises TypeError if it is not. For use in the ranks."""
+    import torch
+
+    if not isinstance(returned(value, what), torch.Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {_printed(value)}")
+    return value
+
+
 def read_pairs(values: Any, what: str, first: Callable[..., Any] = integer) -> list[list[Any]]:
     """`read` for pairs of what `first` reads, by default an int, and an int."""
 

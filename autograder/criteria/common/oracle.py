@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autograder.criteria import criterion
+from autograder.criteria.common.answers import read_tensor
 from autograder.criteria.criterion import Draw, Finding, Values
 
 RTOL = {"bfloat16": 2e-2, "float32": 2e-4, "float64": 1e-9}
@@ -83,7 +84,7 @@ def parameters_of(arrays: Values) -> list[np.ndarray]:
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean squared error over all elements."""
-    return ((output - target) ** 2).mean()
+    return ((read_tensor(output, "the model") - target) ** 2).mean()
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -238,7 +238,7 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
             p.requires_grad_(i not in inputs["frozen"][number])
         options = {} if tol is None else {"tol": tol}
         said = gradients_in_sync(model, **options)
-        if isinstance(said, torch.Tensor | np.bool_):
+        if isinstance(said, np.bool_) or (isinstance(said, torch.Tensor) and said.numel() == 1):
             said = bool(said)
         if not isinstance(said, bool):
             raise TypeError(f"gradients_in_sync: expected True or False, got {said!r}")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autograder.criteria.common.answers import described, naming, returned
 from autograder.criteria.common.places import hashing_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
@@ -42,15 +43,24 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
                 if epoch is not None:
                     sampler.set_epoch(epoch)
                 indices: list[int] = []
-                for index in sampler:
+                for index in _iterator(sampler):
                     indices.append(_whole(index, answer))
                     if len(indices) == 1 and not torch.equal(before, torch.get_rng_state()):
                         answer["moved the global generator"] = True  # be it put back at the end
                 answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
                 if not torch.equal(before, torch.get_rng_state()):
                     answer["moved the global generator"] = True
-            answer[f"{number}/{rank}/len"] = integer(len(sampler), "len(sampler)")
+            with naming("len(sampler)"):
+                answer[f"{number}/{rank}/len"] = integer(len(sampler), "len(sampler)")
     return answer
+
+
+def _iterator(sampler: Any) -> Any:
+    """What `iter` gives, and an error in words where it gives none."""
+    found = sampler.__iter__() if hasattr(sampler, "__iter__") else iter(sampler)
+    if not hasattr(returned(found, "__iter__"), "__next__"):
+        raise TypeError(f"__iter__ returned {described(found)}: expected an iterator, as of iter()")
+    return found
 
 
 def _whole(index: Any, answer: Values) -> int:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Sampler
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import read, read_number
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- train ---------------------------------------------------------------------------------------
@@ -198,7 +199,8 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     answer |= {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(model.parameters())}
     answer["left"] = sorted(left - {""})
     if losses is not None:
-        answer["losses"] = np.array([float(loss) for loss in losses])
+        losses = read(losses, list, "train", "a list of losses")
+        answer["losses"] = np.array([read_number(loss, "train, for a loss") for loss in losses])
     if not hot:
         if not model.training:
             run(num_epochs=1)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import returned, told
+from autograder.criteria.common.answers import read_tensor, returned, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 WIDTH, INNER, BATCH, BLOCKS, STEPS = 5, 9, 4, 5, 3
@@ -110,7 +110,7 @@ def _steps(model: Any, plain: Any, batches: list[torch.Tensor], diary: _Diary) -
         plain.gain.requires_grad_(number != EVALUATED)
         diary.passes.clear()
         diary.inner.clear()
-        out = returned(model(x), "the model")
+        out = read_tensor(model(x), "the model")
         held = diary.held()
         torch.rand(3)
         out.square().sum().backward()

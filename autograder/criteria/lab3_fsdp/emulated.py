@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import answers, oracle
-from autograder.criteria.common.answers import returned
+from autograder.criteria.common.answers import read_tensor
 from autograder.criteria.common.emulated import (
     charge_plan,
     charged_mlp,
@@ -78,7 +78,7 @@ def _steps(
     for step in range(STEPS):
         x, y = (torch.from_numpy(inputs[f"{name}/{step}"]).to(dtype) for name in "xy")
         with parts.naming_faults():
-            oracle.mse(returned(model(x), "the model").to(dtype), y).backward()
+            oracle.mse(read_tensor(model(x), "the model").to(dtype), y).backward()
         yield step
         with torch.no_grad():
             for p in params:

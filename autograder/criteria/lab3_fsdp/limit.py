@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import returned
+from autograder.criteria.common.answers import read_tensor, returned
 from autograder.criteria.common.memory_limit import (
     BATCHES,
     MEGABYTE,
@@ -97,10 +97,10 @@ def _train_with_class(fsdp_class: Any, inputs: Values) -> list[float]:
     fsdp = fsdp_class(model, list(model))
     losses = []
     for x, y in _batches(inputs, with_adamw=False):
-        loss = nn.functional.mse_loss(returned(fsdp(x), "fsdp(x)"), y)
+        loss = nn.functional.mse_loss(read_tensor(fsdp(x), "fsdp(x)"), y)
         loss.backward()
         with torch.no_grad():
-            for p in fsdp.local_parameters():
+            for p in returned(fsdp.local_parameters(), "local_parameters"):
                 p.mul_(FACTOR)
         total = loss.detach()
         dist.all_reduce(total)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import answers
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, read
 from autograder.criteria.criterion import Values
 
 _meshes = itertools.count()
@@ -73,7 +73,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 def local_parameters(fsdp: Any) -> list[torch.Tensor]:
     """What `local_parameters()` returns, checked to be a list of tensors that is not empty."""
-    params = list(fsdp.local_parameters())
+    params = read(fsdp.local_parameters(), list, "local_parameters", "a list of tensors")
     for p in params:
         if not isinstance(p, torch.Tensor):
             raise TypeError(f"local_parameters: expected tensors, got {type(p).__name__}")

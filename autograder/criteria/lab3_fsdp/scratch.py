@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import as_number, item_of, returned, told
+from autograder.criteria.common.answers import as_number, item_of, read_tensor, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -69,7 +69,7 @@ def _more_arguments(inputs: Values, call: int) -> list[torch.Tensor]:
 
 
 def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits = returned(model(tokens[:, :-1]), "fsdp(x)")
+    logits = read_tensor(model(tokens[:, :-1]), "fsdp(x)")
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -115,7 +115,7 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
         tokens = torch.from_numpy(inputs[f"t{i % 2}"]).to(context.device)
         more = [t.to(context.device) for t in _more_arguments(inputs, i)]
         with torch.set_grad_enabled(i >= PASSES // 2), parts.naming_faults():
-            output = returned(fsdp(tokens[:, :-1], *more), "fsdp(x)")
+            output = read_tensor(fsdp(tokens[:, :-1], *more), "fsdp(x)")
             answer[f"o{i}"] = output.detach().cpu().numpy()
         with torch.no_grad():
             for p in parts.local_parameters(fsdp):
@@ -265,7 +265,7 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
         for number, call in enumerate(calls):
             x, y = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
             with parts.naming_faults():
-                loss = oracle.mse(returned(fsdp(x), "fsdp(x)"), y)
+                loss = oracle.mse(read_tensor(fsdp(x), "fsdp(x)"), y)
                 if number == 0:
                     optimizer.zero_grad()
                 loss.backward()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import returned, told
+from autograder.criteria.common.answers import read_tensor, told
 from autograder.criteria.common.places import LAST_ALONE
 from autograder.criteria.criterion import Case, Context, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
@@ -26,7 +26,7 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     optimizer = torch.optim.AdamW(shards, lr=1e-3)
     x, y = (torch.from_numpy(inputs[f"{name}/0"]).to(context.device) for name in "xy")
     with parts.naming_faults():
-        oracle.mse(returned(fsdp(x), "fsdp(x)"), y).backward()
+        oracle.mse(read_tensor(fsdp(x), "fsdp(x)"), y).backward()
     optimizer.step()
     everything = [*shards, *model.parameters()]
     seen: set[int] = set()

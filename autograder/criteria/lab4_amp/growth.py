@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autograder.criteria.common.answers import item_of, short, told
+from autograder.criteria.common.answers import item_of, read_number, returned, short, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab4_amp.scaler import (
     draw_gradients,
@@ -83,7 +83,7 @@ def run_steps(scaler: Any, inputs: Values, steps: Sequence[bool], context: Conte
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        scales.append(float(scaler.get_scale()))
+        scales.append(read_number(scaler.get_scale(), "get_scale()"))
     return scales
 
 
@@ -204,7 +204,8 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
     """Scales of a scaler that continues, and of a scaler restored from the saved state."""
     scaler = scaler_class(**inputs["settings"])
     run_steps(scaler, inputs, inputs["before"], context)
-    state, saved = scaler.state_dict(), float(scaler.get_scale())
+    state = returned(scaler.state_dict(), "state_dict()")
+    saved = read_number(scaler.get_scale(), "get_scale()")
     goes_on = run_steps(scaler, inputs, inputs["after"], context)
     kinds = {type(v).__name__ for v in _numbers_in(state)}
     file = io.BytesIO()
@@ -223,7 +224,7 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
     for restored in (scaler_class(), used):
         file.seek(0)
         restored.load_state_dict(torch.load(file, weights_only=True))
-        answer["loaded"].append(float(restored.get_scale()))
+        answer["loaded"].append(read_number(restored.get_scale(), "get_scale()"))
         answer["restored"].append(run_steps(restored, inputs, inputs["after"], context))
     return answer
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import described, told
+from autograder.criteria.common.answers import described, read_number, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SHAPES = ((3, 4), (5,), (2, 2))
@@ -79,7 +79,7 @@ def set_gradients(
 ) -> None:
     """Sets p.grad as a backward of the scaled loss would; None where no gradient was drawn."""
     begin(scaler, parameters)
-    scale = np.float32(scaler.get_scale())
+    scale = np.float32(read_number(scaler.get_scale(), "get_scale()"))
     for i, p in enumerate(parameters):
         grad = inputs.get(f"{key}/{i}")
         p.grad = None if grad is None else torch.from_numpy(grad * scale).to(p)
@@ -124,7 +124,7 @@ def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values
     answer: Values = {"default": described(scaler_class().get_scale()), "scales": []}
     half = scaler_class(init_scale=2.0**16).scale(torch.tensor(2.5, dtype=torch.float16))
     if isinstance(half, torch.Tensor):
-        answer["half"] = [str(half.dtype).removeprefix("torch."), float(half)]
+        answer["half"] = [str(half.dtype).removeprefix("torch."), read_number(half, "scale(loss)")]
     else:
         answer["half"] = described(half)
     for number, scale in enumerate(inputs["scales"]):
@@ -143,7 +143,7 @@ def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values
         scaled.backward()
         for i, p in enumerate(parameters):
             answer[f"g{number}/{i}"] = oracle.grad_of(p)
-        answer["scales"].append(float(scaler.get_scale()))
+        answer["scales"].append(read_number(scaler.get_scale(), "get_scale()"))
     return answer | {"later": _scaled_later(scaler_class, inputs, context)}
 
 
@@ -152,7 +152,7 @@ def _scaled_later(scaler_class: Any, inputs: Values, context: Context) -> list[f
     scaler = scaler_class(init_scale=4096.0, backoff_factor=0.125, growth_interval=NEVER)
     overflow_once(scaler, inputs, context)
     scaled = scaler.scale(torch.ones((), device=context.device))
-    return [float(scaled), float(scaler.get_scale())]
+    return [read_number(scaled, "scale(loss)"), read_number(scaler.get_scale(), "get_scale()")]
 
 
 def judge_scale(case: Case) -> Iterator[Finding]:
