@@ -2,6 +2,7 @@
 
 loses: ring_plan_reduce
 class: example
+says: ring_plan_reduce some numbers were added twice
 """
 
 

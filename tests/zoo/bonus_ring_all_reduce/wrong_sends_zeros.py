@@ -3,6 +3,10 @@
 loses: ring_sum, ring_ops, ring_small,
     ring_bytes, ring_neighbours, ring_messages, ring_time
 because: nothing is computed, and messages without content are no ring
+says: ring_sum The tensor is as it was
+says: ring_small The tensor is as it was
+says: ring_bytes this rank's messages held 0 different numbers
+says: ring_time this rank's messages held 0 different numbers
 """
 
 

@@ -3,6 +3,8 @@
 loses: ring_bytes, ring_messages, ring_time
 class: example
 because: N times as much in each message is N times the bytes and N times the seconds
+says: ring_bytes times the whole tensors
+says: ring_time steps of one chunk
 """
 
 
