@@ -2,6 +2,10 @@
 
 loses: zero1_reduce, zero1_adamw, zero1_options, zero1_gather, zero1_memory
 because: what it averages is not a gradient, so AdamW, its options, traffic and memory all differ.
+says: zero1_reduce some are on several ranks
+says: zero1_adamw AdamW needs the mean of the gradients
+says: zero1_gather was in a reduction over all
+says: zero1_memory out of memory (in step: self.inner.step())
 """
 
 
