@@ -2,6 +2,7 @@
 
 loses: pipe_accumulate
 class: example
+says: pipe_accumulate whoever calls it decides when to clear
 """
 
 

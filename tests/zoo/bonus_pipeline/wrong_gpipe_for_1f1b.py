@@ -2,6 +2,7 @@
 
 loses: pipe_1f1b
 class: example
+says: pipe_1f1b micro-batches at once
 """
 
 

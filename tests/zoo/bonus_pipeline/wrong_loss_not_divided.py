@@ -3,6 +3,8 @@
 loses: pipe_scale, pipe_uneven, pipe_loss
 class: example
 because: the loss, its gradients and those of uneven micro-batches are all M times too large.
+says: pipe_scale multiply its loss by that
+says: pipe_uneven of n out of N samples counts n / N
 """
 
 

@@ -3,6 +3,12 @@
 loses: pipe_cut, pipe_gpipe, pipe_1f1b, pipe_kept, pipe_bubble, pipe_choice, pipe_bytes
 class: example
 because: seven functions, each with a fault of its own.
+says: pipe_gpipe expected all forwards, then all backwards
+says: pipe_1f1b forwards before the first backward
+says: pipe_kept is kept from its forward until its backward
+says: pipe_bubble That is the idle time over the busy time
+says: pipe_choice at most: expected 1, got 0
+says: pipe_bytes A rank in the middle sends M activations on
 """
 
 

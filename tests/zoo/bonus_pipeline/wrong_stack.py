@@ -3,6 +3,7 @@
 loses: pipe_orders, pipe_messages, pipe_limit
 because: under 1F1B, what goes forward and back belongs to other micro-batches, in every check
     that runs it.
+says: pipe_orders the backward passes took the micro-batches
 """
 
 
