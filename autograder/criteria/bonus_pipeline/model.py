@@ -110,7 +110,7 @@ def judge_choice(case: Case) -> Iterator[Finding]:
                 why = ""
                 if type(got) is int and 0 < got < 10**6:
                     share = (p - 1) / (got + p - 1)
-                    enough = "too large" if share > bubble else f"{right} are enough"
+                    enough = "too large" if share > bubble else "fewer are enough"
                     why = f" With {got} it is {share:.4g}: {enough}."
                 yield Finding(
                     f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got "

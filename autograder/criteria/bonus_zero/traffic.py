@@ -163,7 +163,8 @@ def _prepare(case: Case) -> list[Finding] | list[_LastStep]:
     """Each rank's last step, or findings if the training was not right up to a factor."""
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
     found = [harness.same_direction(case, r, "p", expected) for r in range(case.world_size)]
-    wrong = [finding for finding in found if finding]
+    why = "What travels is judged where the numbers are right."
+    wrong = [Finding(f"{f.message} {why}", f.rank) for f in found if f]
     return wrong or [_LastStep(case, rank) for rank in range(case.world_size)]
 
 

@@ -360,13 +360,15 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
         sums = [np.zeros(tuple(shape)) for shape in case.inputs[0]["shapes"]]
         for micro in range(case.inputs[0]["micro_batches"]):
             means = [harness.mean_gradient(case, step, micro, i) for i in range(count)]
-            sums = [a + b for a, b in zip(sums, means, strict=True)]
+            before, sums = sums, [a + b for a, b in zip(sums, means, strict=True)]
             got = [answer.get(f"g{step}/{micro}") for answer in case.answers]
             where = f"step {step + 1}, after micro-batch {micro + 1}"
             if problem := harness.same_numbers(got, sums):
                 hint = harness.explain_numbers(got, sums, case.world_size)
                 if micro and harness.same_numbers(got, means) is None:
                     hint = "That is the last micro-batch's alone: parts add up in the shards."
+                elif micro and harness.same_numbers(got, before) is None:
+                    hint = "It is as it was: nothing of this backward was added to the shards."
                 yield Finding(f"{where}: {problem} {hint}".rstrip())
                 return
             none_left = [answer.get(f"none{step}/{micro}") is True for answer in case.answers]
