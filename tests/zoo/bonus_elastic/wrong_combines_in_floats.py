@@ -1,6 +1,7 @@
 """Gradients travel in a float32 vector: those of a float64 model are rounded.
 
 loses: elastic_gradient
+says: elastic_gradient rounded to float32 on its way
 """
 
 

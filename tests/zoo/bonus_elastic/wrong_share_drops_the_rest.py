@@ -2,6 +2,7 @@
 
 loses: elastic_share
 class: example
+says: elastic_share the last ones are taken by nobody
 """
 
 
