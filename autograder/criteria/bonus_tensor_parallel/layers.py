@@ -26,7 +26,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     wrong_part,
 )
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, read_tensor
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 MLP, ATTENTION, NORMS = ("up", "down"), ("qkv", "out"), ("norm1", "norm2")
@@ -86,7 +86,7 @@ def build_block(build: Any, inputs: Values, context: Context, full: Any = None) 
 
 def _run(module: Any, names: tuple[str, ...], inputs: Values, context: Context) -> Values:
     x = tensor(inputs["x"], context, grad=True)
-    y = module(x)
+    y = read_tensor(module(x), "forward()")
     y.backward(tensor(inputs["gy"], context))
     return {"y": numbers(y), "x": numbers(x.grad)} | gradients(layers_of(module, names))
 
@@ -276,7 +276,7 @@ def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
     """A block whose input and output are this rank's tokens; its output without gradients, too."""
     block = build_block(build, inputs, context)
     x = _own_tokens(inputs["x"], context, grad=True)
-    y = block(x)
+    y = read_tensor(block(x), "forward()")
     y.backward(_own_tokens(inputs["gy"], context))
     answer = {"y": numbers(y), "x": numbers(x.grad)}
     block.finish_gradients()
@@ -296,7 +296,8 @@ def observe_norms(build: Any, inputs: Values, context: Context) -> Values:
     for step, size in zip(STEPS, (BATCH, BATCH, 1), strict=True):
         block.zero_grad()
         for some, gradient in zip(x.split(size), gy.split(size), strict=True):
-            block(some.clone().requires_grad_()).backward(gradient)
+            y = read_tensor(block(some.clone().requires_grad_()), "forward()")
+            y.backward(gradient)
         block.finish_gradients()
         found = gradients(layers_of(block, (*NORMS, *ATTENTION, *MLP)))
         answer |= {step + name: found[name] for name in REPLICATED}

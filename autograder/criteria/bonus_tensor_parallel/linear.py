@@ -20,7 +20,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     wrong_answer,
     wrong_part,
 )
-from autograder.criteria.common.answers import is_floats, same_array
+from autograder.criteria.common.answers import is_floats, read_tensor, same_array
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
@@ -164,7 +164,7 @@ def _observe(kind: str, build: Any, inputs: Values, context: Context, *, whole: 
     x = tensor(x, context, grad=True)
     # The layer's input is no leaf here: a leaf's gradient could be the very tensor on which the
     # layer's own backward still works.
-    y = layer(x * 1.0)
+    y = read_tensor(layer(x * 1.0), "forward()")
     answer: Values = {"y": numbers(y)}
     y.backward(tensor(gy, context))
     return answer | {"x": numbers(x.grad)} | gradients({kind: layer})

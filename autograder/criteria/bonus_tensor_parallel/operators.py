@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.bonus_tensor_parallel.model import numbers, tensor, wrong_answer
+from autograder.criteria.common.answers import read_tensor
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
 
 OTHER_DTYPES = ("float32", "float16", "bfloat16")
@@ -52,7 +53,7 @@ def observe(operator: Any, inputs: Values, context: Context) -> Values:
         dtype = getattr(torch, name)
         x = tensor(inputs[f"x{i}"], context).to(dtype).requires_grad_()
         gradient = tensor(inputs[f"g{i}"], context).to(dtype)
-        y = operator(x)
+        y = read_tensor(operator(x), "the operator")
         answer |= {f"y{i}": _wide(y), f"dtype{i}": str(y.dtype)}
         y.backward(gradient)
         answer[f"d{i}"] = _wide(x.grad)
@@ -150,9 +151,9 @@ def observe_sequence(operators: Any, inputs: Values, context: Context) -> Values
     """Outputs and input gradients of both operators."""
     gather_in, scatter_out = operators
     part, whole = (tensor(inputs[name], context, grad=True) for name in ("part", "whole"))
-    gathered = gather_in(part)
+    gathered = read_tensor(gather_in(part), "gather_in")
     gathered.backward(tensor(inputs["g whole"], context))
-    scattered = scatter_out(whole)
+    scattered = read_tensor(scatter_out(whole), "scatter_out")
     scattered.backward(tensor(inputs["g part"], context))
     return {
         "gathered": numbers(gathered),

@@ -24,6 +24,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     wrong_answer,
 )
 from autograder.criteria.common import carried
+from autograder.criteria.common.answers import read_tensor
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Collective, Event
@@ -44,7 +45,7 @@ def draw(source: Draw) -> list[Values]:
 def _run(module: Any, x: np.ndarray, gy: np.ndarray, context: Context) -> Values:
     leaf = tensor(x, context, grad=True)
     context.broker.charge(0, "forward")
-    y = module(leaf)
+    y = read_tensor(module(leaf), "forward()")
     context.broker.charge(0, "backward")
     y.backward(tensor(gy, context))
     return {"y": numbers(y), "x": numbers(leaf.grad)}

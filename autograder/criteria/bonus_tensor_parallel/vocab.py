@@ -13,7 +13,7 @@ from torch import nn
 from autograder.criteria.bonus_tensor_parallel.model import fill, numbers, tensor, wrong_answer
 from autograder.criteria.bonus_tensor_parallel.traffic import SLACK_BYTES, cost, passes_of, shared
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import is_floats
+from autograder.criteria.common.answers import is_floats, read_tensor
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 WIDTH, PER_RANK = 5, 6
@@ -50,7 +50,7 @@ def observe_embedding(build: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {"held": numbers(module.weight)}
     fill(module, np.split(inputs["table"], n)[rank], None)
     tokens = torch.from_numpy(inputs["tokens"].copy()).to(context.device)
-    y = module(tokens)
+    y = read_tensor(module(tokens), "forward()")
     y.backward(tensor(inputs["gy"], context))
     answer |= {"y": numbers(y), "grad": numbers(module.weight.grad)}
     answer["tokens"] = tokens.cpu().numpy()
@@ -128,11 +128,19 @@ def observe_cut(cross_entropy: Any, inputs: Values, context: Context) -> Values:
     return answer | {"targets": targets.cpu().numpy()}
 
 
+def _loss_of(cross_entropy: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss from which a backward pass can begin."""
+    loss = read_tensor(cross_entropy(logits, targets), "vocab_parallel_cross_entropy")
+    if not loss.requires_grad:
+        raise RuntimeError("vocab_parallel_cross_entropy: the loss has no graph for a backward")
+    return loss
+
+
 def observe_gradient(cross_entropy: Any, inputs: Values, context: Context) -> Values:
     """The logits' gradient of the loss times a factor."""
     logits = tensor(inputs["logits"], context, grad=True)
     targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
-    loss = cross_entropy(logits, targets)
+    loss = _loss_of(cross_entropy, logits, targets)
     (loss * inputs["factor"]).backward()
     return {"loss": numbers(loss), "grad": numbers(logits.grad)}
 
@@ -226,7 +234,7 @@ def observe_traffic(cross_entropy: Any, inputs: Values, context: Context) -> Val
     logits = tensor(inputs["logits"], context, grad=True)
     targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
     context.broker.charge(0, "forward")
-    loss = cross_entropy(logits, targets)
+    loss = _loss_of(cross_entropy, logits, targets)
     context.broker.charge(0, "backward")
     loss.backward()
     return {"loss": numbers(loss)}

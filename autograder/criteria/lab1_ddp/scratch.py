@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle, weights
-from autograder.criteria.common.answers import same_array
+from autograder.criteria.common.answers import read_array, same_array
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (6, 9, 5, 3)
@@ -93,7 +93,7 @@ def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values
     module = place(Normed(inputs), context)
     ddp = ddp_class(module)
     (x,) = tensors(inputs, context, "x")
-    answer: Values = {"output": ddp(x).detach().cpu().numpy()}
+    answer: Values = {"output": read_array(ddp(x), "ddp(x)")}
     for i, p in enumerate(module.net.parameters()):
         answer[f"p{i}"] = p.detach().cpu().numpy()
     answer["frozen"] = module.frozen.detach().cpu().numpy()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import item_of, returned
+from autograder.criteria.common.answers import as_number, item_of, returned, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -115,9 +115,18 @@ def _as_tuple(got: Any) -> Any:
     return tuple(got) if isinstance(got, list) else got
 
 
+def _unit(got: list[Any], expected: list[int]) -> str:
+    """`unit_hint` for three numbers."""
+    numbers = [as_number(value) for value in got]
+    hint = "" if None in numbers else unit_hint(np.array(numbers), np.array(expected))
+    return hint and f" {hint}"
+
+
 def _explain_formula(got: Any, expected: list[int]) -> str:
     if not isinstance(got, list) or len(got) != 3:
         return ""
+    if hint := _unit(got, expected):
+        return hint
     wrong = [i for i in range(3) if got[i] != expected[i]]
     if not wrong or not all(isinstance(v, int | float) for v in got):
         return ""
@@ -275,6 +284,8 @@ def judge_measured(case: Case) -> Iterator[Finding]:
 def _explain_measured(name: str, got: Any, expected: list[int], world_size: int) -> str:
     if not isinstance(got, list) or len(got) != 3:
         return ""
+    if hint := _unit(got, expected):
+        return hint
     if got[:2] == expected[:2] and isinstance(got[2], int) and 0 < expected[2] - got[2] <= 16:
         if name == "momentum":
             return " The int64 tensor in the state is missing: each counts, whatever its dtype."

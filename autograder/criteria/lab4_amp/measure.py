@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import described, item_of, told
+from autograder.criteria.common.answers import described, item_of, told, unit_hint
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 KEYS = ("parameters", "gradients", "optimizer", "saved")
@@ -182,9 +182,9 @@ def _count(calls: dict[str, int], what: str) -> None:
 
 
 def described_integer(value: Any) -> Any:
-    """An int as it is, anything else in words."""
+    """A number as it is, anything else in words."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return int(value) if is_integer else f"{described(value)}"
+    return int(value) if is_integer else described(value)
 
 
 def _counters(num_layers: int) -> int:
@@ -240,7 +240,7 @@ def _explain(net: Values, key: str, expected: int, got: Any) -> str:
     held = 3 - (net["frozen"] is not None) - bool(net["left out"])
     if key == "optimizer" and -off in (_counters(held), _counters(held) + 4):
         return "AdamW's step counters are tensors in optimizer.state, too."
-    return _HINTS[key]
+    return unit_hint(got, expected) or _HINTS[key]
 
 
 def judge_memory(case: Case) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import described, short, told
+from autograder.criteria.common.answers import described, read_number, short, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
 from autograder.criteria.lab4_amp.scaler import (
     LR,
@@ -94,7 +94,9 @@ def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values
             scaler.unscale_(optimizer)
         taken = scaler.step(optimizer)
         scaler.update()
-        known = isinstance(taken, bool | np.bool_ | torch.Tensor)
+        known = isinstance(taken, bool | np.bool_) or (
+            isinstance(taken, torch.Tensor) and taken.numel() == 1
+        )
         answer["taken"].append(bool(taken) if known else described(taken))
         for i, value in enumerate(values_of(parameters)):
             answer[f"{kind}/{i}"] = value
@@ -188,7 +190,7 @@ def observe_agrees(scaler_class: Any, inputs: Values, context: Context) -> Value
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        answer["scales"].append(float(scaler.get_scale()))
+        answer["scales"].append(read_number(scaler.get_scale(), "get_scale()"))
         for i, value in enumerate(values_of(parameters)):
             answer[f"{step}/{i}"] = value
     return answer
