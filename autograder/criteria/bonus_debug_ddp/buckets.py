@@ -234,7 +234,10 @@ def _why(got: list[int], inputs: Values) -> str:
     ):
         if got == found:
             return why
-    return "A bucket is full when it holds bucket_bytes or more."
+    return (
+        "A bucket is full when it holds bucket_bytes or more, or when the next gradient would take "
+        "it beyond, and gradients are in their order, or from the last one on."
+    )
 
 
 def _cut(sizes: list[int], limit: int, *, starts_anew: bool = True) -> list[int]:

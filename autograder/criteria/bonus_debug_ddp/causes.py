@@ -98,6 +98,7 @@ def explain_scales(case: Case, rank: int, first: float) -> str:
 
     flags = [has("x", s) or has("y", s) for s in steps]
     is_nan = [has("x", s) for s in steps]
+    is_inf = [has("y", s) for s in steps]
     since = [any(flags[: s + 1]) for s in steps]
     since_inf = [is_nan[s] or any(has("y", t) for t in range(s)) for s in steps]
     stays = "its inf or nan is still in p.grad. Clear the gradients before each backward()."
@@ -114,6 +115,7 @@ def explain_scales(case: Case, rank: int, first: float) -> str:
         (since, f"Since the first overflow, in step {step}, each step counts as one: {stays}"),
         (since_inf, "A gradient that is infinite and not nan is an overflow, too: isfinite()."),
         (is_nan, "A gradient that is infinite and not nan is an overflow, too: isfinite()."),
+        (is_inf, "A gradient that is nan is an overflow, too: isfinite()."),
     ):
         scale, good, scales = first, 0, []
         for overflow in found:

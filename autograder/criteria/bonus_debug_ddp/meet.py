@@ -30,8 +30,11 @@ SIZES = (3, 5, 2)
 # --- evaluation ----------------------------------------------------------------------------------
 
 
-def _draw_dataset(draw: Draw, settings: list[tuple[int, int]]) -> list[Values]:
-    """The same model and datasets on every rank: a dataset per (number of samples, batch size)."""
+def _draw_dataset(draw: Draw, settings: list[tuple[int, int]], *, alike: bool) -> list[Values]:
+    """The same model and datasets on every rank: a dataset per (number of samples, batch size).
+
+    Ranks' default generators are `alike`, or each has its own, as dropout wants it.
+    """
     rng = draw.shared()
     values = oracle.draw_parameters(rng, SIZES) | {"settings": [list(s) for s in settings]}
     for number, (n, _) in enumerate(settings):
@@ -39,7 +42,7 @@ def _draw_dataset(draw: Draw, settings: list[tuple[int, int]]) -> list[Values]:
         # Targets of different sizes: a sample that is missing or counted twice changes the loss.
         batch["y"] *= np.exp(rng.normal(size=(n, 1))).astype(np.float32)
         values |= {f"{name}/{number}": batch[name] for name in "xy"}
-    return [dict(values) for _ in range(draw.world_size)]
+    return [values | {"seed": 0 if alike else rank} for rank in range(draw.world_size)]
 
 
 def draw_tail(draw: Draw) -> list[Values]:
@@ -51,14 +54,14 @@ def draw_tail(draw: Draw) -> list[Values]:
     size = int(rng.integers(4, 8))
     # One sample too many: shares that are rounded up differ by two or more.
     odd = int(rng.integers(3, 6)) * w + 1
-    return _draw_dataset(draw, [(odd, 1), (max(1, w - 1), 1), (w * (size - 1), size)])
+    return _draw_dataset(draw, [(odd, 1), (max(1, w - 1), 1), (w * (size - 1), size)], alike=False)
 
 
 def draw_batches(draw: Draw) -> list[Values]:
     """Equal shares on all ranks; the last batch of a share is smaller than the batch size."""
     rng, w = draw.shared("sizes"), draw.world_size
     size = int(rng.integers(4, 8))
-    return _draw_dataset(draw, [(w * (2 * size + 1), size), (w * (size - 1), size)])
+    return _draw_dataset(draw, [(w * (2 * size + 1), size), (w * (size - 1), size)], alike=True)
 
 
 class _Counted(nn.Module):
@@ -76,6 +79,13 @@ class _Counted(nn.Module):
 
 
 def observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
+    """`_observe_evaluate`, with a default generator that is seeded as drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(inputs["seed"])
+        return _observe_evaluate(evaluate, inputs, context)
+
+
+def _observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
     """The returned loss, and how many samples this rank has evaluated, in all and at once."""
     answer: Values = {}
     for number, (_, batch_size) in enumerate(inputs["settings"]):
@@ -85,6 +95,13 @@ def observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
         answer[f"loss/{number}"] = np.array(float(loss))
         answer[f"count/{number}"], answer[f"most/{number}"] = model.count, model.most
     return answer
+
+
+def _expected_loss(case: Case, number: int) -> np.ndarray:
+    """The mean loss over all samples of a dataset."""
+    inputs = case.inputs[0]
+    x, y = (torch.from_numpy(inputs[f"{name}/{number}"]).double() for name in "xy")
+    return np.array(oracle.mse(oracle.mlp(inputs, torch.float64)(x), y).item())
 
 
 def judge_evaluate(
@@ -97,11 +114,9 @@ def judge_evaluate(
         batch_sizes: the loss is looked at with these; None: with all.
     """
     inputs = case.inputs[0]
-    model = oracle.mlp(inputs, torch.float64)
     findings: list[Finding] = []
     for number, (n, batch_size) in enumerate(inputs["settings"]):
-        x, y = (torch.from_numpy(inputs[f"{name}/{number}"]).double() for name in "xy")
-        expected = np.array(oracle.mse(model(x), y).item())
+        expected = _expected_loss(case, number)
         where = f"{n} samples on {case.world_size} ranks, batch_size={batch_size}"
         counts = [told(answer, f"count/{number}") for answer in case.answers]
         if not all(type(c) is int for c in counts) or sum(counts) != n:
@@ -123,6 +138,8 @@ def judge_evaluate(
             continue
         for rank, answer in enumerate(case.answers[:ranks]):
             hint = "Every sample has the same weight: sum over samples, then divide, once."
+            if inputs["seed"] != case.inputs[-1]["seed"]:
+                hint += " Or do shares overlap? Ranks' default generators differ."
             if rank and oracle.agrees(case.answers[0].get(f"loss/{number}"), expected):
                 hint = "Rank 0 has the right loss: every rank needs the sums of all ranks."
             if n < case.world_size and finite_floats(answer.get(f"loss/{number}"), ()) is None:
@@ -146,16 +163,28 @@ def _only_rank_0_is_right(case: Case) -> bool:
     return True
 
 
+def _has_one_factor(case: Case) -> bool:
+    """All losses are what they should be, times one number."""
+    factors = []
+    for number in range(len(case.inputs[0]["settings"])):
+        expected = _expected_loss(case, number)
+        losses = [finite_floats(answer.get(f"loss/{number}"), ()) for answer in case.answers]
+        factors += [np.nan if loss is None else float(loss / expected) for loss in losses]
+    return np.allclose(factors, factors[0], rtol=oracle.RTOL["float32"])
+
+
 def judge_tail(case: Case) -> Iterator[Finding]:
     """As `judge_evaluate`; in addition, the ranks' numbers of samples differ by at most one.
 
     A loss that only rank 0 has, whatever the sizes, costs only `debug_evaluate_batches`; so does
-    one that is wrong only where a batch has several samples.
+    one that is wrong only where a batch has several samples, or everywhere by the same factor.
     """
     single = range(1, 2)
     findings = judge_evaluate(case, batch_sizes=single)
     if findings and _only_rank_0_is_right(case):
         findings = judge_evaluate(case, ranks=1, batch_sizes=single)
+    if findings and _has_one_factor(case):
+        findings = judge_evaluate(case, ranks=0)
     yield from findings
     for number, (n, size) in enumerate(case.inputs[0]["settings"]) if not findings else ():
         counts = [told(answer, f"count/{number}") for answer in case.answers]

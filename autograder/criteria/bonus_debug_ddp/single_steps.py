@@ -45,15 +45,15 @@ ADAM_TOLERANCE = 0.02  # relative to the learning rate; a gradient's scale hardl
 
 
 class _Shifted(nn.Module):
-    """An MLP of float64, and a parameter that is in no layer."""
+    """An MLP, and a parameter that is in no layer."""
 
-    def __init__(self, inputs: Values) -> None:
+    def __init__(self, inputs: Values, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.zeros(SIZES[0], dtype=torch.float64))
-        self.layers = oracle.mlp(inputs, torch.float64)
+        self.shift = nn.Parameter(torch.zeros(SIZES[-1], dtype=dtype))
+        self.layers = oracle.mlp(inputs, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x + self.shift)
+        return self.layers(x) + self.shift
 
 
 def draw_adam(draw: Draw) -> list[Values]:
@@ -71,15 +71,12 @@ def draw_sgd(draw: Draw) -> list[Values]:
 
 
 def _start(inputs: Values, device: Any = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer. Adam has a group for the first parameters and one for others."""
-    lr = LR[inputs["optimizer"]]
-    if inputs["optimizer"] == "sgd":
-        model = oracle.mlp(inputs, torch.float64).to(device)
-        return model, torch.optim.SGD(model.parameters(), lr=lr)
-    model = _Shifted(inputs).to(device)
+    """A model and its optimizer, with a group for the first parameters and one for others."""
+    lr, model = LR[inputs["optimizer"]], _Shifted(inputs).to(device)
     params = list(model.parameters())
     groups = [{"params": params[:3]}, {"params": params[3:], "lr": lr / 2}]
-    return model, torch.optim.Adam(groups, lr=lr)
+    kind = torch.optim.SGD if inputs["optimizer"] == "sgd" else torch.optim.Adam
+    return model, kind(groups, lr=lr)
 
 
 def observe_step(train_step: Any, inputs: Values, context: Context) -> Values:
@@ -124,8 +121,9 @@ def _explain_adam(case: Case) -> str:
         )
     if len(apart) == len(names):
         return (
-            "No parameter is equal on all ranks: average the gradients, each parameter's; the mean "
-            "of the losses is only a number, and backward knows only this rank's samples."
+            "No parameter is equal on all ranks: average the gradients, each parameter's, on every "
+            "rank (a reduce leaves the sum on one). The mean of the losses is only a number, and "
+            "backward knows only this rank's samples."
         )
     which = ", ".join(name[1:] for name in apart)
     where = ""
@@ -159,11 +157,13 @@ def judge_sgd(case: Case) -> Iterator[Finding]:
         for i, expected in enumerate(_one_process(case)):
             what = f"SGD on {case.world_size} ranks: parameter {i} after 2 steps"
             if wrong := oracle.differs(rank, what, answer.get(f"p{i}"), expected, dtype="float64"):
-                hint = causes.explain_sgd(case, rank, _start) or (
-                    "A mean over ranks divides by the number of ranks, once, whatever that is "
-                    "(LOCAL_WORLD_SIZE is another number). And what was in p.grad before a call "
-                    "does not count."
-                )
+                hint = "It is right to float32's digits only: these gradients are float64."
+                if not oracle.agrees(answer.get(f"p{i}"), expected):
+                    hint = causes.explain_sgd(case, rank, _start) or (
+                        "A mean over ranks divides by the number of ranks, once, whatever that is "
+                        "(LOCAL_WORLD_SIZE is another number). And what was in p.grad before a "
+                        "call does not count."
+                    )
                 yield causes.because(wrong, hint)
                 break
 
@@ -246,24 +246,29 @@ def _is_divided_twice(case: Case) -> bool:
 # --- a step with a scaler ------------------------------------------------------------------------
 
 INIT_SCALE, NO_LIMIT = 1024.0, 1e30
+GROUP = 3  # parameters in the optimizer's first group
 
 
 def _draw_scaled(draw: Draw, steps: int, **options: Any) -> list[Values]:
     return [i | options for i in _draw_batches(draw, steps, "float32")]
 
 
-def _momentum(module: nn.Module) -> torch.optim.Optimizer:
+def _momentum(module: nn.Module, inputs: Values) -> torch.optim.Optimizer:
     """With momentum a step moves the weights even if the gradient is zero."""
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+    params = list(module.parameters())
+    parts = [params[:GROUP], params[GROUP:]] if inputs["groups"] else [params]
+    return torch.optim.SGD([{"params": part} for part in parts], lr=0.1, momentum=0.5)
 
 
 def draw_scaler(draw: Draw) -> list[Values]:
     """The scale grows after two good steps in a row; two steps overflow, each on one rank.
 
-    An infinite input makes gradients nan; an infinite target makes them infinite and none nan. The
-    last step's gradients are finite, and too large for fp16 when they are scaled.
+    An infinite input makes gradients nan, but not the first or the last parameter's; an infinite
+    target makes them infinite and none nan. The last step's gradients are finite, and too large
+    for fp16 when they are scaled.
     """
-    inputs = _draw_scaled(draw, 7, growth_interval=2, max_norm=NO_LIMIT, clear=False)
+    options = {"max_norm": NO_LIMIT, "clear": False, "groups": False}
+    inputs = _draw_scaled(draw, 7, growth_interval=2, **options)
     rng = draw.shared("unlucky")
     for name, step in zip("xy", 2 + rng.permutation(4)[:2], strict=True):
         inputs[int(rng.integers(draw.world_size))][f"{name}/{step}"][0, 0] = np.inf
@@ -276,11 +281,12 @@ def draw_clip(draw: Draw) -> list[Values]:
     """The scale never changes; the clipping limit is below the gradient's norm.
 
     The check clears the gradients: those that stay from an earlier step cost only
-    `debug_amp_order`.
+    `debug_amp_order`. The optimizer has two parameter groups here, and only here.
     """
-    inputs = _draw_scaled(draw, 2, growth_interval=1000, max_norm=0.0, clear=True)
+    options = {"max_norm": 0.0, "clear": True, "groups": True}
+    inputs = _draw_scaled(draw, 2, growth_interval=1000, **options)
     case = Case(draw.world_size, inputs, [])
-    size = _norm(_gradients(case, oracle.mlp(inputs[0], torch.float64), 0))
+    size = _norm(_gradients(case, _Shifted(inputs[0]), 0))
     for values in inputs:
         values["max_norm"] = 0.4 * size
     return inputs
@@ -289,9 +295,9 @@ def draw_clip(draw: Draw) -> list[Values]:
 def observe_scaled(subject: Any, inputs: Values, context: Context) -> Values:
     """The scale after each step, the gradient that each loss received, and the final weights."""
     amp_step, scaler_class = subject
-    module = oracle.mlp(inputs).to(context.device)
+    module = _Shifted(inputs, torch.float32).to(context.device)
     ddp_model = wrap(module, context)
-    optimizer = _momentum(module)
+    optimizer = _momentum(module, inputs)
     scaler = scaler_class(INIT_SCALE, inputs["growth_interval"])
     scales: list[float] = []
     incoming: list[float] = []
@@ -319,27 +325,31 @@ def _norm(gradients: list[np.ndarray]) -> float:
     return float(np.sqrt(sum((g**2).sum() for g in gradients)))
 
 
-def _shortened(gradient: np.ndarray, max_norm: float) -> np.ndarray:
-    return gradient * min(1.0, max_norm / (_norm([gradient]) + 1e-6))
+def _shortened(gradients: list[np.ndarray], max_norm: float) -> list[np.ndarray]:
+    return [g * min(1.0, max_norm / (_norm(gradients) + 1e-6)) for g in gradients]
 
 
 def _expected(case: Case, mistake: str = "") -> tuple[list[np.ndarray], list[float]]:
     """The weights after all steps, and the scale after each step; also with a known mistake."""
     inputs = case.inputs[0]
-    model = oracle.mlp(inputs, torch.float64)
-    optimizer = _momentum(model)
+    model = _Shifted(inputs)
+    optimizer = _momentum(model, inputs)
     scale, good, scales = INIT_SCALE, 0, []
     for step in range(inputs["steps"]):
         gradients = _gradients(case, model, step)
         if all(np.isfinite(g).all() for g in gradients):
-            factor = min(1.0, inputs["max_norm"] / (_norm(gradients) + 1e-6))
-            if mistake == "updated first" and good + 1 == inputs["growth_interval"]:
-                factor /= 2
-            elif mistake == "clips each":
-                gradients, factor = [_shortened(g, inputs["max_norm"]) for g in gradients], 1.0
+            limit, factor = inputs["max_norm"], 1.0
+            if mistake == "clips each":
+                gradients = [_shortened([g], limit)[0] for g in gradients]
+            elif mistake == "clips groups":
+                first, second = gradients[:GROUP], gradients[GROUP:]
+                gradients = _shortened(first, limit) + _shortened(second, limit)
             elif mistake == "clips values":
-                limit = inputs["max_norm"]
-                gradients, factor = [g.clip(-limit, limit) for g in gradients], 1.0
+                gradients = [g.clip(-limit, limit) for g in gradients]
+            else:
+                gradients = _shortened(gradients, limit)
+            if mistake == "updated first" and good + 1 == inputs["growth_interval"]:
+                factor = 0.5
             for p, g in zip(model.parameters(), gradients, strict=True):
                 p.grad = factor * torch.from_numpy(g)
             optimizer.step()
@@ -366,8 +376,8 @@ def _judge_scaled(
                 f"the scale after each step: {got}, expected {scales}. "
                 + (
                     causes.explain_scales(case, rank, INIT_SCALE)
-                    or "It is updated once per step, with whether a gradient has overflowed on any "
-                    "rank."
+                    or "It is updated once per step, with whether any number in any gradient is "
+                    "not finite, on any rank."
                 ),
                 rank,
             )
@@ -433,11 +443,15 @@ def judge_clip(case: Case) -> Iterator[Finding]:
     def explain(case: Case) -> str:
         if _is_mistake(case, "clips each"):
             return "Each parameter was clipped for itself: max_norm limits one norm, over all."
+        if _is_mistake(case, "clips groups"):
+            return (
+                "Each parameter group was clipped for itself: max_norm limits one norm, over all."
+            )
         if _is_mistake(case, "clips values"):
             return "Each number was clipped for itself: max_norm limits the norm, over all."
         return (
             f"max_norm is {case.inputs[0]['max_norm']:.4g}, a limit for the true gradient: divide "
-            "by the scale first, and then clip."
+            "every p.grad by the scale first, and then clip."
         )
 
     return _judge_scaled(case, explain, with_scales=False)

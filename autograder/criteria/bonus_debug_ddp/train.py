@@ -108,13 +108,20 @@ def draw_shares(draw: Draw) -> list[Values]:
 
 
 def draw_epochs(draw: Draw) -> list[Values]:
-    """Three epochs over rows that can be told apart."""
-    return _draw(draw, 3, equal_rows=False, generated=False, batch_size=3)
+    """Three epochs over rows that can be told apart; the seed is 0, which no factor changes."""
+    inputs = _draw(draw, 3, equal_rows=False, generated=False, batch_size=3)
+    return [values | {"seed": 0} for values in inputs]
 
 
 def draw_zero_grad(draw: Draw) -> list[Values]:
-    """Several steps per epoch, on rows that can be told apart."""
-    return _draw(draw, 2, equal_rows=False, generated=False, batch_size=3, small=True, itself=True)
+    """A whole batch and a smaller one per epoch, on rows that can be told apart.
+
+    They are so large that gradients are longer than 1, to which many clip.
+    """
+    options = {"equal_rows": False, "generated": False, "small": True, "itself": True}
+    inputs = _draw(draw, 2, batch_size=4, **options)
+    inputs[0]["x"][:, 1:] *= 4  # one array, which all ranks have
+    return inputs
 
 
 def draw_saved(draw: Draw) -> list[Values]:
@@ -268,7 +275,8 @@ def _explain_steps(case: Case, steps: list[list[list[int]]], rank: int) -> str:
     """What a rank did in place of the steps."""
     inputs, answer = case.inputs[0], case.answers[rank]
     sizes, size = told(answer, "sizes"), inputs["batch_size"]
-    if isinstance(sizes, list) and (other := sorted({str(n) for n in sizes} - {str(size)})):
+    usual = {str(size), str(PER_RANK % size)}
+    if isinstance(sizes, list) and (other := sorted({str(n) for n in sizes} - usual)):
         return (
             f"Batches of {', '.join(other)} samples went through this rank's model: "
             f"batch_size={size} is that of one rank."
@@ -285,39 +293,53 @@ def _explain_steps(case: Case, steps: list[list[list[int]]], rank: int) -> str:
 
 def _known_mistakes(
     case: Case, num_steps: int, rank: int
-) -> Iterator[tuple[range, Sequence[int], float, str]]:
-    """Where gradients are cleared, whose count, times what they count, and what to say of it."""
+) -> Iterator[tuple[range, Sequence[int], Callable[[int], float], str]]:
+    """Where gradients are cleared, whose count, and what to say of it.
+
+    Also what a batch's mean gradient counts, given the batch's size.
+    """
     every, everyone, w = range(num_steps), range(case.world_size), case.world_size
     size, per_epoch = case.inputs[0]["batch_size"], -(-num_steps // case.inputs[0]["num_epochs"])
     hint = "Each step still holds the gradients of the steps before it: clear them before "
-    yield range(0), everyone, 1.0, f"{hint}backward()."
+    yield range(0), everyone, _once, f"{hint}backward()."
     hint = "The first step still holds gradients that `model` had before: clear them before "
-    yield every[1:], everyone, 1.0, f"{hint}backward(), not after the step."
+    yield every[1:], everyone, _once, f"{hint}backward(), not after the step."
     hint = "Each step still holds the gradients of the epoch's earlier steps: clear them before "
-    yield every[::per_epoch], everyone, 1.0, f"{hint}each backward()."
+    yield every[::per_epoch], everyone, _once, f"{hint}each backward()."
     hint = "This rank's own gradient alone was stepped with: in DDP, backward() averages it over "
-    yield every, [rank], 1.0, f"{hint}the ranks."
+    yield every, [rank], _once, f"{hint}the ranks."
     hint = "use `lr` as it is, and means over the ranks and over a batch's samples, not sums."
-    for factor in {w, size} - {1}:
-        yield every, everyone, factor, f"Each step was {factor} times too long: {hint}"
+    yield every, everyone, lambda n: n, f"A batch counted as often as it has samples: {hint}"
     if w > 1:
+        yield every, everyone, lambda _: w, f"Each step was {w} times too long: {hint}"
         hint = "use `lr` as it is, and divide by the number of ranks once, as DDP does."
-        yield every, everyone, 1 / w, f"Each step was {w} times too short: {hint}"
+        yield every, everyone, lambda _: 1 / w, f"Each step was {w} times too short: {hint}"
+    hint = "A batch with fewer samples than batch_size gave a shorter step: use the mean over its"
+    yield every, everyone, lambda n: n / size, f"{hint} own samples."
+
+
+def _once(_: int) -> float:
+    return 1.0
 
 
 def _after(
-    case: Case, steps: list[list[list[int]]], cleared: range, ranks: Sequence[int], factor: float
+    case: Case,
+    steps: list[list[list[int]]],
+    cleared: range,
+    ranks: Sequence[int],
+    factor: Callable[[int], float],
 ) -> dict[str, torch.Tensor]:
     """The weights after other steps than the right ones."""
     inputs = case.inputs[0]
     x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
     model = Recorded(inputs, torch.float64)
     set_old_gradients(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR * factor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for number, step in enumerate(steps):
         if number in cleared:
             optimizer.zero_grad()
-        losses = [F.cross_entropy(model(x[step[r]]), y[step[r]]) for r in ranks]
+        parts = [step[r] for r in ranks]
+        losses = [factor(len(part)) * F.cross_entropy(model(x[part]), y[part]) for part in parts]
         torch.stack(losses).mean().backward()
         optimizer.step()
     return model.state_dict()
@@ -482,7 +504,8 @@ def judge_saved(case: Case) -> Iterator[Finding]:
             trained,
             rtol=oracle.RTOL["float32"],
             atol=1e-6,
-            hint="The file is written after each epoch, also if the loss has become larger.",
+            hint="The file has the weights as they are after each epoch, also if the loss has "
+            "become larger.",
         ):
             yield wrong
             return
