@@ -23,7 +23,7 @@ def apply_gates(lab: Lab, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     not_lost = (Status.PASS, Status.INFRA, Status.BLOCKED)
     passed = {verdict.criterion for verdict in plain if verdict.status in not_lost}
     closed = [gate for gate in lab.gates if len(passed.intersection(gate.criteria)) < gate.needed]
-    total = sum(verdict.points for verdict in plain)
+    total = round(sum(verdict.points for verdict in plain), 6)  # without errors of floats
     gate = min(closed, key=lambda gate: gate.at_most, default=None)
     if gate is None or total <= gate.at_most:
         return tuple(plain)

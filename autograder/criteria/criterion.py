@@ -165,8 +165,8 @@ class Gate:
 
     Attributes:
         idea: in a few words, joined by hyphens; also the name in course.toml.
-        criteria: the criteria that test it.
-        needed: how many of them must pass.
+        criteria: those that nobody passes without the idea.
+        needed: how many of them must pass: whoever has the idea and slips in one, passes another.
         at_most: the lab's points if fewer pass.
     """
 

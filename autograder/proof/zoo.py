@@ -6,6 +6,8 @@ of them (`zoo_file.py`). What it says of the submission has these lines:
 - `loses:` lists criteria; also possible: `nothing`, `everything`.
 - `base: starter` (optional) takes the other solution cells from the untouched lab.
 - `class: example` (optional) puts the submission into the class that `make grade` shows.
+- `misses:` (optional) names the idea of the lab that the submission misses, so that it must not
+  pass: the gate that keeps it out. No other submission may lose points to a gate.
 - `because:` says why one fault costs several criteria; where it does, the line must be there.
 - `status:` (optional) names the exact status of a lost criterion; without it any loss will do.
 - `says:` (optional) names a lost criterion and words that its message must have.
@@ -43,6 +45,7 @@ class ZooEntry:
         loses: the criteria that the submission must lose; it must pass all others.
         statuses: criterion -> status, for criteria of `loses` with a `status:` line.
         says: criterion -> words of its message, for criteria of `loses` with a `says:` line.
+        misses: the idea of the lab that it misses, a gate's; or "".
         in_example: whether it is in the class that `make grade` shows (`class: example`).
         notebook: what the student hands in.
         replaced: name of a replaced solution cell -> its source.
@@ -55,6 +58,7 @@ class ZooEntry:
     loses: frozenset[str] | Literal["everything"]
     statuses: dict[str, str] = field(default_factory=dict)
     says: dict[str, str] = field(default_factory=dict)
+    misses: str = ""
     in_example: bool = False
     notebook: NotebookNode
     replaced: dict[str, str] = field(default_factory=dict)
@@ -159,6 +163,9 @@ def _load_entry(py: Path, lab: str, bases: dict[str, bytes]) -> ZooEntry:
 
     criteria = {criterion.name for criterion in get_lab(lab).criteria}
     loses, statuses, says = _expectations(py, docstring, criteria)
+    misses, ideas = _line(docstring, "misses"), [gate.idea for gate in get_lab(lab).gates]
+    if misses and misses not in ideas:
+        raise BuildError(f"{py}: misses {misses!r}; the gates of {lab} are {ideas}")
     if bool(loses) == py.stem.startswith("right_") and py.stem != "reference":
         raise BuildError(f"{py}: right_NAME.py loses nothing, and only that; it loses {loses!r}")
     return ZooEntry(
@@ -167,6 +174,7 @@ def _load_entry(py: Path, lab: str, bases: dict[str, bytes]) -> ZooEntry:
         loses=loses,
         statuses=statuses,
         says=says,
+        misses=misses,
         in_example=_line(docstring, "class") == "example",
         notebook=notebook,
         replaced=replaced,

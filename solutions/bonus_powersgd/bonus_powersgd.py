@@ -34,6 +34,8 @@
 # |---|---|---|---|---|---|---|---|---|---|---|
 # | points | 11 | 5 | 13 | 6 | 36 | 15 | 4 | 6 | 4 | 100 |
 #
+# Without compression (1 of powersgd_first, powersgd_bytes) this lab gives at most 49 points.
+#
 # Every cell runs on **two** ranks. Your grade comes from the same checks with other data on **3**.
 # How often and how much you send is not asked of your code: the emulated cluster carries it, and
 # sees it.

@@ -33,6 +33,9 @@
 # |---|---|---|---|---|---|---|---|
 # | points | 6 | 16 | 8 | 53 | 12 | 5 | 100 |
 #
+# Without a ring (1 of ring_bytes, ring_neighbours, ring_messages, ring_time) this lab gives at most
+# 49 points.
+#
 # Every cell runs on **three** ranks: on two, the next rank is also the one before, and half of all
 # mistakes cannot be seen. Your grade comes from the same checks with other data on **4** ranks.
 # What is sent is not asked of your code. It is seen by the emulated cluster, which carries every

@@ -33,6 +33,8 @@
 # |---|---|---|---|---|---|---|---|---|---|
 # | points | 9 | 5 | 8 | 36 | 22 | 10 | 6 | 4 | 100 |
 #
+# Without sharding (1 of zero1_reduce, zero1_gather, zero1_memory) this lab gives at most 49 points.
+#
 # Every cell runs on **two** ranks. Your grade comes from the same checks with other data on
 # **3**, so that almost nothing divides. What you send is seen by the emulated cluster that carries
 # it. How much memory you take is not asked of your code: it runs under a limit of the operating

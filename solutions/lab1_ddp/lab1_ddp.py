@@ -33,7 +33,8 @@
 # |---|---|---|---|---|---|---|---|---|
 # | points | 5 | 5 | 18 | 17 | 8 | 7 | 40 | 100 |
 #
-# Without averaging (ddp_gradients) this lab gives at most 49 points.
+# Without averaging (1 of ddp_gradients, ddp_tied_frozen, ddp_unused) this lab gives at most 49
+# points.
 
 # %% [markdown]
 # ## How this notebook runs

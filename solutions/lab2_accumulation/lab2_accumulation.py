@@ -33,8 +33,9 @@
 # |---|---|---|---|---|---|---|---|---|
 # | points | 19 | 25 | 23 | 10 | 12 | 5 | 6 | 100 |
 #
-# Without accumulation (accum_scale) this lab gives at most 49 points. Without one batch at a time
-# (1 of accum_memory, accum_steps, accum_ddp_collectives) this lab gives at most 49 points.
+# Without accumulation (1 of accum_scale, accum_unequal) this lab gives at most 49 points. Without
+# one batch at a time (1 of accum_memory, accum_steps, accum_ddp_collectives) this lab gives at most
+# 49 points.
 #
 # In all tasks, a micro-batch goes forward and backward before the next but one begins: never hold
 # more than two micro-batches' activations, and never put micro-batches together into a large one.

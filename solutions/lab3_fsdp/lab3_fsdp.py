@@ -35,7 +35,7 @@
 # |---|---|---|---|---|---|---|---|---|---|
 # | points | 6 | 5 | 46 | 14 | 10 | 11 | 4 | 4 | 100 |
 #
-# Without sharding (fsdp_shards) this lab gives at most 49 points.
+# Without sharding (1 of fsdp_shards, fsdp_limit) this lab gives at most 49 points.
 #
 # Every cell runs on two ranks. Checks use practice data here; your grade comes from the same checks
 # with other data on **3** ranks. Every task stands alone: if one of them does not work yet, go on

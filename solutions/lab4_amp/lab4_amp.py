@@ -38,7 +38,8 @@
 # |---|---|---|---|---|---|---|---|---|---|
 # | points | 8 | 33 | 28 | 7 | 6 | 4 | 6 | 8 | 100 |
 #
-# Without overflow handling (amp_scaler_finds) this lab gives at most 49 points.
+# Without overflow handling (1 of amp_scaler_finds, amp_scaler_agrees) this lab gives at most 49
+# points.
 #
 # Every cell runs on two ranks. Checks use practice data here; your grade comes from the same checks
 # with other data on **3** ranks. Every task stands alone: if one of them does not work yet, go on

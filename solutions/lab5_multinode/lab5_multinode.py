@@ -39,7 +39,7 @@
 # |---|---|---|---|---|---|---|---|---|
 # | points | 12 | 6 | 26 | 14 | 14 | 8 | 20 | 100 |
 #
-# Without resuming (resume_training) this lab gives at most 49 points.
+# Without resuming (1 of node_resumes, node_lost) this lab gives at most 49 points.
 #
 # This notebook runs on **4** ranks: think of two nodes with two GPUs each. Checks use practice data
 # here; your grade comes from the same checks with other data on **6** ranks, as two nodes of three
@@ -1072,6 +1072,9 @@ with demo("tasks 1, 3 and 5"):
 
 # %% check="node_script"
 check("node_script", "train_node.py")
+
+# %% check="node_resumes"
+check("node_resumes", "train_node.py")
 
 # %% check="node_lost"
 check("node_lost", "train_node.py")

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from autograder.criteria.common.withheld import TRAINING_LOOP
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.later import Later, later
 
 columns, feedback, model, power, start, traffic, training = later(
@@ -67,6 +67,7 @@ LAB = Lab(
     title="PowerSGD",
     practice_world_size=2,
     grading_world_size=3,
+    gates=(Gate("compression", ("powersgd_first", "powersgd_bytes")),),
     withheld={
         **TRAINING_LOOP,
         "minidist.parallel.compression.powersgd": "PowerSGD",

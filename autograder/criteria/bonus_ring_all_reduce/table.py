@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.later import Later, later
 
 model, plan, traffic, values = later(
@@ -48,6 +48,7 @@ LAB = Lab(
     title="Ring all-reduce",
     practice_world_size=3,
     grading_world_size=4,
+    gates=(Gate("a-ring", ("ring_bytes", "ring_neighbours", "ring_messages", "ring_time")),),
     withheld={
         "minidist.collectives.ring": "the ring",
         "minidist.collectives.algorithms": "steps of the ring",

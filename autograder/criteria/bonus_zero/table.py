@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from autograder.criteria.common.withheld import TRAINING_LOOP
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.later import Later, later
 
 flat, limit, norm, planning, saving, traffic, values = later(
@@ -39,6 +39,7 @@ LAB = Lab(
     title="ZeRO: an optimiser in shards",
     practice_world_size=2,
     grading_world_size=3,
+    gates=(Gate("sharding", ("zero1_reduce", "zero1_gather", "zero1_memory")),),
     withheld={
         **TRAINING_LOOP,
         "minidist.parallel.zero": "every task",

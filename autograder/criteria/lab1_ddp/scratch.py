@@ -251,14 +251,15 @@ def shares_of(
 ) -> np.ndarray:
     """What each rank's gradient counts for on each rank: 1/W, or what plain parameters show.
 
-    A DDP that sums, say, loses `ddp_gradients`, and nothing where tied, frozen or unused parameters
-    are judged: there they have to get what parameters get that are none of that.
+    A DDP that divides by a wrong number loses `ddp_gradients`, and nothing where tied, frozen or
+    unused parameters are judged: there they have to get what parameters get that are none of that.
 
     Args:
         own, got: per rank, plain parameter and step, a rank's own gradient and its answer.
 
     Returns:
-        [W, W]. 1/W everywhere if most ranks did not get a part of every rank's gradient.
+        [W, W]. 1/W everywhere if most ranks did not get a part of every rank's gradient, or if they
+        got plain sums: whoever never divides misses the lab's idea, and no other test shows it.
     """
     num_ranks = len(own)
     mean = np.full(num_ranks, 1 / num_ranks)
@@ -269,8 +270,11 @@ def shares_of(
         if row is None or np.allclose(row, mean, rtol=1e-3):
             row = mean
         rows.append(np.where(np.abs(row) < 1e-4 * np.abs(row).max(), 0.0, row))
-    reduced = sum(len(weights.present(row)) == num_ranks for row in rows)
-    return np.stack(rows if 2 * reduced > num_ranks else [mean] * num_ranks)
+    parts = sum(
+        len(weights.present(row)) == num_ranks and not np.allclose(row, 1.0, rtol=1e-3)
+        for row in rows
+    )
+    return np.stack(rows if 2 * parts > num_ranks else [mean] * num_ranks)
 
 
 def combine(shares: np.ndarray, gradients: Sequence[np.ndarray]) -> np.ndarray:

@@ -34,7 +34,7 @@ LAB = Lab(
     title="Distributed data parallel",
     practice_world_size=2,
     grading_world_size=3,
-    gates=(Gate("averaging", ("ddp_gradients",)),),
+    gates=(Gate("averaging", ("ddp_gradients", "ddp_tied_frozen", "ddp_unused")),),
     withheld={
         **OWN_DDP,
         **TRAINING_LOOP,

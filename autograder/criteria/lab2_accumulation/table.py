@@ -37,7 +37,7 @@ LAB = Lab(
     practice_world_size=2,
     grading_world_size=3,
     gates=(
-        Gate("accumulation", ("accum_scale",)),
+        Gate("accumulation", ("accum_scale", "accum_unequal")),
         Gate("one-batch-at-a-time", ("accum_memory", "accum_steps", "accum_ddp_collectives")),
     ),
     withheld={

@@ -46,7 +46,7 @@ LAB = Lab(
     title="Sharded training",
     practice_world_size=2,
     grading_world_size=3,
-    gates=(Gate("sharding", ("fsdp_shards",)),),
+    gates=(Gate("sharding", ("fsdp_shards", "fsdp_limit")),),
     withheld={
         **TRAINING_LOOP,
         "minidist.parallel.fsdp.native": "fully_shard",

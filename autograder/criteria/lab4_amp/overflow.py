@@ -32,6 +32,7 @@ from autograder.criteria.lab4_amp.scaler import (
 
 # --- finds ---------------------------------------------------------------------------------------
 
+ONE_RANK = "one rank"
 FIND_CASES: dict[str, tuple[str, bool]] = {
     "clean": ("all gradients are finite", True),
     "inf first": ("inf in the first gradient", False),
@@ -41,17 +42,23 @@ FIND_CASES: dict[str, tuple[str, bool]] = {
     "huge": ("entries of 2e38, large but finite", True),
     "none": ("one parameter has no gradient, the others are finite", True),
     "none and nan": ("one parameter has no gradient, another one has nan", False),
+    ONE_RANK: ("inf on the last rank, the gradients of all others are finite", False),
 }
 
 
 def draw_finds(draw: Draw) -> list[Values]:
-    """Every case on all ranks at once, with private values."""
+    """Every case on all ranks at once, with private values; but one overflow is on one rank only.
+
+    Who finds that one on its own rank only has not found it: the idea of the lab, and a gate.
+    """
     order = [list(FIND_CASES)[i] for i in draw.shared("order").permutation(len(FIND_CASES))]
     inputs = []
     for rank in range(draw.world_size):
         values = {"order": order} | draw_start(draw.private(rank))
         for kind in order:
             grads: list[np.ndarray | None] = list(draw_gradients(draw.shared(f"{rank} {kind}")))
+            if kind == ONE_RANK and rank == draw.world_size - 1:
+                grads = [np.full_like(grad, np.inf) for grad in grads if grad is not None]
             for i, grad in enumerate(_spoil(kind, grads)):
                 if grad is not None:
                     values[f"{kind}/{i}"] = grad
@@ -90,7 +97,7 @@ def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values
         parameters = make_parameters(inputs, context)
         optimizer = make_optimizer(parameters, two_groups)
         set_gradients(parameters, inputs, kind, scaler)
-        if number % 2:
+        if number % 2 and kind != ONE_RANK:  # where ranks agree is `amp_scaler_agrees`' business
             scaler.unscale_(optimizer)
         taken = scaler.step(optimizer)
         scaler.update()

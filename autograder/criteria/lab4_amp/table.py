@@ -40,7 +40,7 @@ LAB = Lab(
     title="Automatic mixed precision",
     practice_world_size=2,
     grading_world_size=3,
-    gates=(Gate("overflow-handling", ("amp_scaler_finds",)),),
+    gates=(Gate("overflow-handling", ("amp_scaler_finds", "amp_scaler_agrees")),),
     withheld={
         **TRAINING_LOOP,
         "minidist.precision.scaler": "loss scaling",

@@ -9,9 +9,9 @@ from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.later import Later, later
 
 files = Later("autograder.criteria.common.checkpoint_files")
-checkpoint, death, hierarchy, hook, links, lost, network, places, resume, script = later(
+checkpoint, death, goes_on, hierarchy, hook, links, lost, network, places, resume, script = later(
     "autograder.criteria.lab5_multinode",
-    "checkpoint death hierarchy hook links lost network places resume script",
+    "checkpoint death goes_on hierarchy hook links lost network places resume script",
 )
 
 _PLACES = "Task 1, who is where"
@@ -37,7 +37,7 @@ LAB = Lab(
     title="Several nodes",
     practice_world_size=4,
     grading_world_size=6,
-    gates=(Gate("resuming", ("resume_training",)),),
+    gates=(Gate("resuming", ("node_resumes", "node_lost")),),
     withheld={
         **TRAINING_LOOP,
         "minidist.checkpoint.store": "checkpoints",
@@ -108,7 +108,12 @@ LAB = Lab(
             deadline_s=120.0,
         ),
         _script(
-            name="node_lost", title="the same curve after a node was lost", points=8,
+            name="node_resumes", title="goes on from a checkpoint", points=3,
+            draw=script.draw, observe=goes_on.observe_goes_on, judge=goes_on.judge_goes_on,
+            deadline_s=200.0,
+        ),
+        _script(
+            name="node_lost", title="the same curve after a node was lost", points=5,
             draw=lost.draw_lost, observe=lost.observe_lost,
             judge=lost.judge_lost, deadline_s=220.0,
         ),

@@ -1,6 +1,7 @@
 """Averages everything exactly, and only says that it has a Q.
 
 loses: powersgd_first, powersgd_warm, powersgd_bytes, powersgd_steps
+misses: compression
 because: the exact mean is no low-rank one, in whichever step, and has more bytes.
 """
 

@@ -1,6 +1,7 @@
 """Collects everybody's tensor and adds up.
 
 loses: ring_bytes, ring_neighbours, ring_messages, ring_time
+misses: a-ring
 class: example
 because: without sends there are no bytes, neighbours, chunks or seconds of a ring
 """

@@ -1,6 +1,7 @@
 """Everybody sends to rank 0, which adds up and sends the result to everybody.
 
 loses: ring_bytes, ring_neighbours, ring_messages, ring_time
+misses: a-ring
 because: a star breaks all that makes a ring: whole tensors, to everybody, over one link
 says: ring_neighbours this rank sent to ranks 1, 2, 3, expected rank 1 only
 """

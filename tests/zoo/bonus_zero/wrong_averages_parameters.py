@@ -1,6 +1,7 @@
 """Averages parameters after each rank's own step. With SGD that is the same.
 
 loses: zero1_reduce, zero1_adamw, zero1_options, zero1_gather, zero1_memory
+misses: sharding
 because: what it averages is not a gradient, so AdamW, its options, traffic and memory all differ.
 says: zero1_reduce some are on several ranks
 says: zero1_adamw AdamW needs the mean of the gradients

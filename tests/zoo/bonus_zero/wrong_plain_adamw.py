@@ -1,6 +1,7 @@
 """The usual thing: all ranks keep all of AdamW, and compute the same. No test of results sees it.
 
 loses: zero1_reduce, zero1_gather, zero1_memory
+misses: sharding
 class: example
 because: nothing is sharded: neither gradients nor parameters nor state.
 """

@@ -1,6 +1,8 @@
 """Sums the gradients over the ranks and forgets to divide.
 
-loses: ddp_gradients
+loses: ddp_gradients, ddp_tied_frozen, ddp_unused
+misses: averaging
+because: the mean is the idea of the lab, so sums count nowhere
 class: example
 """
 

@@ -2,6 +2,7 @@
 
 loses: accum_unequal, accum_memory, accum_steps, accum_ddp_collectives, accum_ddp_backward,
     accum_ddp_time, accum_token_gradients, accum_amp_update
+misses: one-batch-at-a-time
 because: it is the fault of each task
 says: accum_memory activations of more than two micro-batches at once
 says: accum_ddp_backward each micro-batch goes forward and backward once

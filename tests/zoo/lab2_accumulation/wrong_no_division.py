@@ -1,6 +1,7 @@
 """Adds up the gradients of all micro-batches and never divides: k times too large.
 
 loses: accum_scale, accum_unequal
+misses: accumulation
 because: without weights, sizes count for nothing either
 class: example
 """

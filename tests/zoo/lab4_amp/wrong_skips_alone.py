@@ -1,6 +1,8 @@
 """Only the rank that overflowed leaves the step out, so the weights drift apart.
 
-loses: amp_scaler_agrees
+loses: amp_scaler_agrees, amp_scaler_finds
+misses: overflow-handling
+because: whoever takes a step in which one rank overflows has not found it, either
 class: example
 """
 

@@ -2,6 +2,7 @@
 
 loses: prof_finds_loader, prof_finds_copies, prof_finds_logging,
     prof_finds_straggler, prof_finds_buckets
+misses: finding-causes
 class: example
 because: every cause may sit on a rank that it does not look at
 says: prof_finds_loader one rank alone loses it, and the rank with most counts
