@@ -2,6 +2,7 @@
 
 loses: btp_mlp_traffic
 class: example
+says: btp_mlp_traffic nothing has to be gathered between them
 """
 
 

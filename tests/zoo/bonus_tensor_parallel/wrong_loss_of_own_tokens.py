@@ -1,6 +1,7 @@
 """A gradient of its own that forgets the one that came in.
 
 loses: btp_loss_gradient
+says: btp_loss_gradient multiply by the gradient that came in
 """
 
 
