@@ -3,6 +3,8 @@
 loses: powersgd_telescope, powersgd_errors, powersgd_steps,
     powersgd_converges, powersgd_resume
 because: nothing is ever applied, so everything that feedback is for is missing.
+says: powersgd_converges with error feedback the loss is
+says: powersgd_steps It is zero: nothing was applied
 """
 
 

@@ -3,6 +3,8 @@
 loses: powersgd_vectors, powersgd_bytes, powersgd_errors
 because: what must not be compressed has no exact mean, an error, and more bytes than it has
     numbers.
+says: powersgd_vectors is not compressed, expected None
+says: powersgd_bytes What else travels?
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: powersgd_basis
 class: example
+says: powersgd_basis Take the mean first, then orthonormalise
 """
 
 

@@ -3,6 +3,7 @@
 loses: powersgd_telescope, powersgd_errors, powersgd_steps, powersgd_converges
 class: example
 because: the sum of what is applied and late is wrong, and so is every step after the first.
+says: powersgd_converges What one step does not send has to come in later ones
 """
 
 

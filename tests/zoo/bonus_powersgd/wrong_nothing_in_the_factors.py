@@ -2,6 +2,8 @@
 
 loses: powersgd_basis, powersgd_factor
 because: P and Q are both wrong.
+says: powersgd_basis all of it is zero
+says: powersgd_factor so Q cannot be judged
 """
 
 

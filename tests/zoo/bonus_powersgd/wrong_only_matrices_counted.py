@@ -1,6 +1,7 @@
 """Counts the thin matrices and forgets what travels as it is.
 
 loses: powersgd_numbers
+says: powersgd_numbers what is not compressed is sent, too
 """
 
 

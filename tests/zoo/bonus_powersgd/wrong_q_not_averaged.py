@@ -1,6 +1,7 @@
 """Q stays what this rank's own matrix gives.
 
 loses: powersgd_factor
+says: powersgd_factor That is this rank's own product
 """
 
 

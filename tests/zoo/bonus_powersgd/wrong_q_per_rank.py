@@ -3,6 +3,7 @@
 loses: powersgd_seed, powersgd_revive
 class: example
 because: P and Q of different starts have no common mean, and a step after zeros shows it.
+says: powersgd_seed differs from rank 0's
 """
 
 

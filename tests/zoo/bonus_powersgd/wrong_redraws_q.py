@@ -1,10 +1,11 @@
 """Draws a new Q for every step.
 
 loses: powersgd_warm, powersgd_steps, powersgd_resume
-says: powersgd_resume Does it draw anything anew?
 class: example
 because: no step begins where the one before ended, with or without a checkpoint. The check of
     five steps holds all of it against one process.
+says: powersgd_resume Does it draw anything anew?
+says: powersgd_warm every step starts with the Q of the step before
 """
 
 

@@ -3,6 +3,9 @@
 loses: powersgd_first, powersgd_warm, powersgd_bytes, powersgd_steps
 misses: compression
 because: the exact mean is no low-rank one, in whichever step, and has more bytes.
+says: powersgd_first That is the exact mean: it was not compressed
+says: powersgd_warm That is the exact mean: it was not compressed
+says: powersgd_bytes Uncompressed it would be
 """
 
 

@@ -1,6 +1,7 @@
 """Keeps the new Q also where it has become zero.
 
 loses: powersgd_revive
+says: powersgd_revive Keep the old Q's column then
 """
 
 
