@@ -236,6 +236,8 @@ def _why_step(case: Case, i: int, step: int, columns: int, got: Any) -> str:
     qs = start_of(case, i, columns)
     if isinstance(qs, Finding) or not isinstance(got, np.ndarray):
         return ""
+    if not got.any():
+        return "It is zero: nothing was applied."
     for how, why in _WAYS.items():
         if (step == 0) != (how in _AT_ONCE):
             continue

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from autograder.criteria.bonus_tensor_parallel.model import (
     BATCH,
@@ -135,7 +136,23 @@ def _judge(
 
 def judge_mlp(case: Case) -> Iterator[Finding]:
     """Requires the whole output on all ranks, and the gradients of each rank's parts."""
-    return _judge(case, "transform", MLP)
+    return _judge(case, "transform", MLP, _why_mlp)
+
+
+def _why_mlp(values: Values, got: Any, expected: np.ndarray) -> str:
+    """What comes out if GELU is missing, or is not between the layers."""
+    full, x = whole_block(values), torch.from_numpy(values["x"])
+    if not is_floats(got, expected.shape):
+        return ""
+    with torch.no_grad():
+        plain = full.down(full.up(x))
+    for other, why in (
+        (plain, "That is without GELU, which comes between the two layers."),
+        (F.gelu(plain), "GELU was taken of the output: it comes between the two layers."),
+    ):
+        if oracle.agrees(got, numbers(other), "float64"):
+            return why
+    return ""
 
 
 def judge_attention(case: Case) -> Iterator[Finding]:

@@ -165,6 +165,11 @@ def _observe(kind: str, build: Any, inputs: Values, context: Context, *, whole: 
     # The layer's input is no leaf here: a leaf's gradient could be the very tensor on which the
     # layer's own backward still works.
     y = read_tensor(layer(x * 1.0), "forward()")
+    if not y.requires_grad:
+        raise RuntimeError(
+            "no backward pass is possible: the graph of what the layer returns was cut. Is a "
+            "collective called that autograd does not see?"
+        )
     answer: Values = {"y": numbers(y)}
     y.backward(tensor(gy, context))
     return answer | {"x": numbers(x.grad)} | gradients({kind: layer})

@@ -288,9 +288,13 @@ def wrong_part(
         when: which backward pass they come from; the answers' names begin with it.
     """
     for name in names:
-        right = part_of(name, expected[name], rank, case.world_size)
+        parts = [part_of(name, expected[name], r, case.world_size) for r in range(case.world_size)]
+        right, got = parts[rank], case.answers[rank].get(when + name)
         layer, kind = name.split(".")
         what = f"{when}gradient of {layer}.{'weight' if kind == 'w' else 'bias'}"
-        if wrong := wrong_answer(case, when + name, rank, what, right):
+        is_slice, total, hint = right.size < expected[name].size, np.sum(parts, axis=0), ""
+        if is_slice and is_floats(got, right.shape) and oracle.agrees(got, total, "float64"):
+            hint = "That is the sum over ranks, and no other rank has a share of this slice."
+        if wrong := wrong_answer(case, when + name, rank, what, right, hint):
             return wrong
     return None

@@ -152,8 +152,10 @@ def observe_sequence(operators: Any, inputs: Values, context: Context) -> Values
     gather_in, scatter_out = operators
     part, whole = (tensor(inputs[name], context, grad=True) for name in ("part", "whole"))
     gathered = read_tensor(gather_in(part), "gather_in")
+    _expect_shape("gather_in", part, gathered, inputs["whole"].shape)
     gathered.backward(tensor(inputs["g whole"], context))
     scattered = read_tensor(scatter_out(whole), "scatter_out")
+    _expect_shape("scatter_out", whole, scattered, inputs["part"].shape)
     scattered.backward(tensor(inputs["g part"], context))
     return {
         "gathered": numbers(gathered),
@@ -161,6 +163,14 @@ def observe_sequence(operators: Any, inputs: Values, context: Context) -> Values
         "scattered": numbers(scattered),
         "d whole": numbers(whole.grad),
     }
+
+
+def _expect_shape(name: str, given: torch.Tensor, got: Any, shape: tuple[int, ...]) -> None:
+    if isinstance(got, torch.Tensor) and got.shape != shape:
+        raise ValueError(
+            f"{name} made {list(got.shape)} of {list(given.shape)}, expected {list(shape)}: tokens "
+            "are dimension 1."
+        )
 
 
 def judge_sequence(case: Case) -> Iterator[Finding]:

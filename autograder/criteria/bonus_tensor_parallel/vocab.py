@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from autograder.criteria.bonus_tensor_parallel.model import fill, numbers, tensor, wrong_answer
-from autograder.criteria.bonus_tensor_parallel.traffic import SLACK_BYTES, cost, passes_of, shared
+from autograder.criteria.bonus_tensor_parallel.traffic import (
+    SLACK_BYTES,
+    WHEN_RIGHT,
+    cost,
+    passes_of,
+    shared,
+)
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, read_tensor
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -164,6 +170,15 @@ def _solve(case: Case, key: str = "logits") -> tuple[np.ndarray, np.ndarray]:
     return numbers(loss), numbers(whole.grad)
 
 
+def _own_maxima(case: Case, key: str) -> np.ndarray:
+    """The loss if each rank subtracts the largest logit of its own columns."""
+    parts = np.stack([values[key] for values in case.inputs])
+    parts = parts - parts.max(axis=-1, keepdims=True)
+    whole, targets = np.concatenate(parts, axis=-1), case.inputs[0]["targets"]
+    at_target = np.take_along_axis(whole, targets[..., None], axis=-1)[..., 0]
+    return np.asarray((np.log(np.exp(whole).sum(axis=-1)) - at_target).mean())
+
+
 def judge_loss(case: Case) -> Iterator[Finding]:
     """Requires the same mean loss on all ranks, and unchanged arguments."""
     loss, _ = _solve(case)
@@ -214,6 +229,10 @@ def judge_stable(case: Case) -> Iterator[Finding]:
             got, hint = case.answers[rank].get(name), ""
             if is_floats(got) and not np.isfinite(got).all():
                 hint = "Subtract the largest logit of all ranks before you take exponentials."
+            elif is_floats(got, loss.shape) and oracle.agrees(got, _own_maxima(case, key)):
+                hint = (
+                    "That fits a different maximum on each rank: it is that of all ranks' logits."
+                )
             if wrong := wrong_answer(case, name, rank, f"loss, {words}", loss, hint):
                 yield wrong
                 break
@@ -251,7 +270,7 @@ def judge_traffic(case: Case) -> Iterator[Finding]:
         if isinstance(sent, Finding):
             yield sent
             continue
-        if wrong := wrong_answer(case, "loss", rank, "loss", loss):
+        if wrong := wrong_answer(case, "loss", rank, "loss", loss, WHEN_RIGHT):
             yield wrong
             continue
         events = sent["forward"] + sent["backward"]
