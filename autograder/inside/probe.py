@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
-from autograder.inside.not_started import is_not_started
+from autograder.criteria.not_started import is_not_started
 from autograder.inside.wire import Message, receive, send
 from minidist.errors import DeadlineError, MinidistError, ProtocolError
 

@@ -85,7 +85,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from autograder import check
+from autograder import check, is_not_started
 from minidist.device import choose_backend, choose_device
 
 # %% given="helpers"
@@ -134,8 +134,7 @@ def demo(needs: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Another process may have met it: then only its text is left.
-        if not isinstance(error, NotImplementedError) and "NotImplementedError" not in str(error):
+        if not is_not_started(error):
             raise
         tell(f"Nothing to compare yet: do {needs} first.")
 
@@ -199,8 +198,8 @@ def broken_train(
 #   of the number of ranks, a few come twice: all ranks have equally many.) `batch_size` is that of
 #   one rank.
 # - Every epoch deals all samples out anew, in another order: no rank keeps its share.
-# - Plain SGD; one step per batch, with the gradient of that batch and nothing else, also if `model`
-#   brings gradients along; the mean over ranks. `model` itself is trained.
+# - Plain SGD; one step per batch, with the gradient of that batch's mean loss and nothing else,
+#   also if `model` brings gradients along; the mean over ranks. `model` itself is trained.
 # - After each epoch rank 0, and no other, writes the weights to `path`, with `torch.save`. Their
 #   names are those of `model`: `model.load_state_dict(torch.load(path))` works without DDP.
 #
@@ -1034,8 +1033,8 @@ def broken_metrics(metrics: dict[str, float]) -> dict[str, float]:
 # %% [markdown]
 # **The contract of `reduce_metrics`.**
 #
-# - `metrics` has what this rank has measured. Other ranks may have noted the same names in another
-#   order, and a rank may lack some names, or all, or have some that no other has.
+# - `metrics` has what this rank has measured, finite numbers. Other ranks may have noted the same
+#   names in another order, and a rank may lack some names, or all, or have some that no other has.
 # - Every rank gets all names that *any* rank has, each with its mean over the ranks that have it.
 #
 # (On the check's emulated cluster tensors are on the CPU, as they are here.)

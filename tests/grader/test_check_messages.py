@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from autograder.inside.not_started import is_not_started
+from autograder.criteria.not_started import is_not_started
 from autograder.inside.probe import NOT_IN_STUDENTS_LINES, CheckFailed, _of_student, describe_error
 
 STUDENTS = """

@@ -145,10 +145,19 @@ def judge_adam(case: Case) -> Iterator[Finding]:
                 expected,
                 rtol=0.0,
                 atol=ADAM_TOLERANCE * LR["adam"],
-                hint=_explain_adam(case),
+                hint=_not_waited_for(case, rank) or _explain_adam(case),
             ):
                 yield wrong
                 break
+
+
+def _not_waited_for(case: Case, rank: int) -> str:
+    """A sentence if a rank left collectives under way, else ""."""
+    events = case.trace.events[rank]
+    begun, ended = ({e.key for e in events if e.kind == kind} for kind in ("issue", "wait"))
+    if left := begun - ended:
+        return f"Nobody waited for {len(left)} of {len(begun)} collectives: wait() on each handle."
+    return ""
 
 
 def judge_sgd(case: Case) -> Iterator[Finding]:
@@ -159,7 +168,8 @@ def judge_sgd(case: Case) -> Iterator[Finding]:
             if wrong := oracle.differs(rank, what, answer.get(f"p{i}"), expected, dtype="float64"):
                 hint = "It is right to float32's digits only: these gradients are float64."
                 if not oracle.agrees(answer.get(f"p{i}"), expected):
-                    hint = causes.explain_sgd(case, rank, _start) or (
+                    hint = _not_waited_for(case, rank) or causes.explain_sgd(case, rank, _start)
+                    hint = hint or (
                         "A mean over ranks divides by the number of ranks, once, whatever that is "
                         "(LOCAL_WORLD_SIZE is another number). And what was in p.grad before a "
                         "call does not count."

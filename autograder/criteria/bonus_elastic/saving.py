@@ -26,7 +26,7 @@ from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import is_state, rising_steps, state_of
 from autograder.criteria.common.deaths import deaths, run_to_its_end
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.inside.not_started import is_not_started
+from autograder.criteria.not_started import is_not_started
 from minidist.errors import LaunchError
 from minidist.launch import run
 

@@ -27,7 +27,7 @@ from autograder.criteria.common.launched import (
     run_to_a_death,
 )
 from autograder.criteria.criterion import Draw, Finding, Values
-from autograder.inside.not_started import is_not_started
+from autograder.criteria.not_started import is_not_started
 
 RUN_DEADLINE_S = 120.0  # a run takes one or two seconds; the rest is for a busy machine
 STAND_IN = Path(__file__).with_name("standin.py")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.criterion import Draw, Values, integer
-from autograder.inside.not_started import is_not_started
+from autograder.criteria.not_started import is_not_started
 
 MANY = 40  # to keep: more than any test saves, so that nothing is deleted. ckpt_keep keeps fewer.
 LATE_S = 1.0  # so long after a save its file is looked for once more

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.criterion import Case, Context, Draw, Values
+from autograder.criteria.not_started import is_not_started
 
 WIDTH, BLOCKS, SAMPLES = 520, 24, 2
 BATCHES = 4  # that are drawn for each rank
@@ -126,7 +127,7 @@ def launch_limited(
                 raise TimeoutError(str(error)) from None
         except LaunchError as error:
             results = [{"status": "died", "text": str(error)}]
-    if any("NotImplementedError" in str(r.get("text")) for r in results):
+    if any(is_not_started(str(r.get("text"))) for r in results):
         raise NotImplementedError
     for result in results:
         if where := result.get("where"):

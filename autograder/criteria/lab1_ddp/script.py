@@ -19,7 +19,7 @@ from autograder.criteria.common.launched import (
 )
 from autograder.criteria.common.virtual_cluster import find_joins, judge_joins
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.inside.not_started import is_not_started
+from autograder.criteria.not_started import is_not_started
 
 SCRIPT_DEADLINE_S = 120.0  # a right script takes about 5 s; machines may be busy
 SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3

@@ -29,7 +29,7 @@ from autograder.criteria.common.launched import find_script, write_to
 from autograder.criteria.common.script_worker import ScriptError, work
 from autograder.criteria.common.survivors import wait_for_ends
 from autograder.criteria.criterion import Values
-from autograder.inside.not_started import is_not_started
+from autograder.criteria.not_started import is_not_started
 from minidist.processes.fork_server import Child, fork
 from minidist.processes.ports import free_port
 from minidist.processes.tree import descendants
