@@ -18,6 +18,7 @@ def test_points_add_up(name):
     points = {c.name: c.points for c in lab.criteria if not c.extra}
     where = f"change `points` in autograder/criteria/{name}/table.py, where they are"
     assert lab.max_score == sum(points.values()) == 100, f"{where} {points}"
+    assert max(points.values()) <= 8, f"{where}: one fault costs at most 8 points: {points}"
 
 
 @pytest.mark.parametrize("name", lab_names())

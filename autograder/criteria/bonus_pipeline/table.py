@@ -53,10 +53,10 @@ LAB = Lab(
             task="Task 1, stages", world="none", draw=plan.draw_cut,
             observe=plan.observe_cut, judge=plan.judge_cut,
         ),
-        _schedule(name="pipe_gpipe", title="GPipe as a list", points=4, judge=plan.judge_gpipe),
+        _schedule(name="pipe_gpipe", title="GPipe as a list", points=5, judge=plan.judge_gpipe),
         _schedule(name="pipe_1f1b", title="1F1B as a list", points=8, judge=plan.judge_1f1b),
         Criterion(
-            name="pipe_kept", title="what a schedule keeps", points=4,
+            name="pipe_kept", title="what a schedule keeps", points=5,
             task="Task 2, two schedules", world="none", draw=plan.draw_kept,
             observe=plan.observe_kept, judge=plan.judge_kept,
         ),
@@ -72,7 +72,7 @@ LAB = Lab(
             stand_ins=("bubble_fraction",), relies_on=("pipe_bubble",),
         ),
         _real(
-            name="pipe_gradients", title="the gradients of the whole batch", points=10,
+            name="pipe_gradients", title="the gradients of the whole batch", points=8,
             draw=values.draw_gradients, judge=values.judge_gradients,
         ),
         _real(
