@@ -54,8 +54,7 @@ def test_the_covering_part_loses_every_criterion_once(name):
     assert len(chosen) < len(entries)
 
 
-# A few reasons of the debugging bonus are held by nobody yet.
-@pytest.mark.parametrize("name", [n for n in lab_names() if n != "bonus_debug_ddp"])
+@pytest.mark.parametrize("name", lab_names())
 def test_every_criterion_has_a_reason_that_is_held(name):
     """A message may become false or useless: `says:` of a submission that loses it would notice."""
     held = {criterion for entry in load_zoo(name) for criterion in entry.says}

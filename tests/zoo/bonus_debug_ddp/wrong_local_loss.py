@@ -1,6 +1,7 @@
 """Right gradients; the loss that it reports is that of this rank.
 
 loses: debug_accumulate_loss
+says: debug_accumulate_loss That is this rank's own loss
 """
 
 

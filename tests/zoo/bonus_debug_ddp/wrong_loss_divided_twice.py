@@ -1,6 +1,7 @@
 """Reports the right loss, but divides it by the number of ranks before DDP does.
 
 loses: debug_accumulate_scale
+says: debug_accumulate_scale divided by the number of ranks twice
 class: example
 """
 

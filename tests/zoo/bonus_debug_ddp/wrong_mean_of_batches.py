@@ -1,6 +1,7 @@
 """No sample comes twice, but a small batch counts as much as a full one.
 
 loses: debug_evaluate_batches
+says: debug_evaluate_batches Every sample has the same weight
 """
 
 

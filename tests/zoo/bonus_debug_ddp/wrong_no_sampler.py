@@ -3,6 +3,7 @@
 loses: debug_train_shares, debug_train_epochs
 class: example
 because: no sampler deals samples out, so shares overlap and there is no epoch to set
+says: debug_train_shares A DistributedSampler gives each rank its share
 """
 
 

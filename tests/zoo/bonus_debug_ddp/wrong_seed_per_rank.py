@@ -1,6 +1,7 @@
 """Every rank has random numbers of its own, and weights of its own.
 
 loses: debug_seed_weights
+says: debug_seed_weights Initial weights may depend on the seed alone
 class: example
 """
 
