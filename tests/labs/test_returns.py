@@ -37,16 +37,9 @@ PYTHONS_WORDS = (
 )
 # They start processes, or need time; the words about the last one are a DataLoader's.
 LEFT_OUT = {
-    *(
-        "elastic_atomic",
-        "fsdp_limit",
-        "fsdp_budget",
-        "zero1_memory",
-        "zero2_memory",
-        "accum_memory",
-    ),
-    *("prof_record", "prof_overhead", "prof_efficiency", "amp_timing", "prof_prefetch"),
-    *("prof_loader_settings",),
+    *("elastic_atomic", "fsdp_limit", "fsdp_budget", "zero1_memory", "zero2_memory"),
+    *("accum_memory", "prof_record", "prof_overhead", "prof_efficiency", "amp_timing"),
+    *("prof_prefetch", "prof_loader_settings"),
 }
 
 
