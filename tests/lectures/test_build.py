@@ -89,6 +89,7 @@ def course(tmp_path, monkeypatch):
     lab = SimpleNamespace(
         name="lab9_small",
         practice_world_size=2,
+        gates=(SimpleNamespace(idea="doubling"),),
         criteria=(
             SimpleNamespace(name="doubles", listed_points=2.0),
             SimpleNamespace(name="greets", listed_points=0.5),
@@ -523,6 +524,11 @@ def test_write_class(course, tmp_path, layout):
         ("loses: doubles", "loses: sings", "no such criteria: .'sings'"),
         ("loses: doubles", "is wrong", "needs a line"),
         ("status: doubles", "status: greets", "not in loses"),
+        (
+            "loses: doubles",
+            "loses: doubles\nmisses: greeting",
+            "gates of lab9_small are .'doubling'",
+        ),
         (' replaces="double_it"', "", "cell 2 has no replaces"),
     ],
 )
