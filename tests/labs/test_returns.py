@@ -135,7 +135,14 @@ def in_pythons_words(name: str, values: tuple[Any, ...]) -> list[str]:
 @pytest.mark.parametrize(
     "values", [ODD[:2], pytest.param(ODD[2:], marks=pytest.mark.nightly)], ids=["often", "others"]
 )
-@pytest.mark.parametrize("name", [n for n in lab_names() if n != "bonus_debug_ddp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n.startswith("bonus") else n
+        for n in lab_names()
+        if n != "bonus_debug_ddp"
+    ],
+)
 def test_what_is_returned_is_told_in_the_students_words(name, values):
     [found] = run(in_pythons_words, 1, name, values, deadline_s=300.0)
     assert not found, "\n".join(found)
