@@ -137,11 +137,7 @@ def in_pythons_words(name: str, values: tuple[Any, ...]) -> list[str]:
 )
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.slow) if n.startswith("bonus") else n
-        for n in lab_names()
-        if n != "bonus_debug_ddp"
-    ],
+    [pytest.param(n, marks=pytest.mark.slow) if n.startswith("bonus") else n for n in lab_names()],
 )
 def test_what_is_returned_is_told_in_the_students_words(name, values):
     [found] = run(in_pythons_words, 1, name, values, deadline_s=300.0)

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from autograder.criteria.bonus_debug_ddp.causes import because
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import finite_floats, told
+from autograder.criteria.common.answers import finite_floats, read, read_number, told
 from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.common.places import ordering_sets_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -92,7 +92,7 @@ def _observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values
         model = _Counted(inputs).to(context.device)
         dataset = TensorDataset(*(torch.from_numpy(inputs[f"{n}/{number}"]) for n in "xy"))
         loss = evaluate(model, dataset, oracle.mse, batch_size)
-        answer[f"loss/{number}"] = np.array(float(loss))
+        answer[f"loss/{number}"] = np.array(read_number(loss, "evaluate"))
         answer[f"count/{number}"], answer[f"most/{number}"] = model.count, model.most
     return answer
 
@@ -343,9 +343,10 @@ def observe_metrics(reduce_metrics: Any, inputs: Values, context: Context) -> Va
     answer: Values = {}
     with ordering_sets_as(context.rank if inputs["own sets"] else 0, reduce_metrics):
         for call in range(2):
-            reduced = reduce_metrics(metrics)
+            reduced = read(reduce_metrics(metrics), lambda d: {**d}, "reduce_metrics", "a dict")
             answer[f"names/{call}"] = sorted(map(str, reduced))
-            answer |= {f"value/{call}/{n}": np.array(float(v)) for n, v in reduced.items()}
+            for n, v in reduced.items():
+                answer[f"value/{call}/{n}"] = np.array(read_number(v, f"reduce_metrics, {n!r}"))
     return answer
 
 
