@@ -775,19 +775,19 @@ draw_all(
 )
 
 # %% [markdown]
-# Real timelines have ragged edges, and the bubble is larger than in theory, since messages take
-# time and Python does too. But the shape is the simulator's. How far it is off depends on how busy
-# the machine is, so the claim below has only a lower bound; section 8 gets exact numbers.
+# Real timelines have ragged edges, and a step takes longer than in theory, since messages take time
+# and Python does too. But the shape is the simulator's. How far it is off depends on how busy the
+# machine is, so the claim below has only a lower bound; section 8 gets exact numbers.
 
 # %%
 # %%rank 0
-measured = [t.bubble_fraction for t in recorded.values()]
-theory = [simulate(t.schedule).bubble_fraction for t in recorded.values()]
-print("measured", [round(b, 3) for b in measured], "theory", [round(b, 3) for b in theory])
+took = [in_forwards(t).makespan_s for t in recorded.values()]
+theory = [simulate(t.schedule).makespan_s / t.schedule.num_chunks for t in recorded.values()]
+print("took", [round(t, 1) for t in took], "theory", theory, "forward passes of a stage")
 claim(
-    "real bubbles are at least 0.9 of the theoretical ones (nobody beats the schedule)",
-    [b / t for b, t in zip(measured, theory, strict=True)],
-    (">", 0.9),
+    "a real step takes at least the theoretical time (nobody beats the schedule)",
+    [t / right for t, right in zip(took, theory, strict=True)],
+    (">=", 0.9 if on_gpu else 1.0),  # on a GPU the unit is a median
 )
 
 # %% [markdown]
