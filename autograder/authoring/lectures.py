@@ -1,4 +1,4 @@
-"""A lecture as students get it while labs are open: without code that needs withheld modules.
+"""A lecture as students get it before labs are over: without code that needs withheld modules.
 
 Such code is replaced by its outputs: students see the figures and numbers now, and get the code
 when the lab is over. All statements that need no withheld module stay, so that other cells run.

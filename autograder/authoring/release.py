@@ -8,8 +8,8 @@
 When a lab is over, a new release with `--over LAB` adds its solution (not with
 `--without-solutions`) and the modules that it withheld, except modules that a different lab
 withholds. A lab of the calendar withholds from the first release on, as what students have once is
-theirs.
-Solutions of open labs, the class of wrong submissions and this course's tests are never included.
+theirs. Solutions of labs that are not over, the class of wrong submissions and this course's tests
+are never included.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Release:
     """What was written, and what was left out.
 
     Attributes:
-        withheld: module -> the open labs that it waits for.
+        withheld: module -> the labs that it waits for.
         lectures: lecture -> how many of its code cells wait for a lab, and how many it has.
         waits: lecture -> the labs that these cells wait for.
     """

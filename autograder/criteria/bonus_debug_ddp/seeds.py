@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import finite_floats, read
+from autograder.criteria.common.answers import finite_floats, read_array, returned
 from autograder.criteria.common.places import hashing_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -33,11 +33,6 @@ def _large() -> nn.Module:
     return nn.Linear(2 * SHAPE[0], SHAPE[1])
 
 
-def _linear(model: Any) -> nn.Linear:
-    model.weight.detach()
-    return model
-
-
 def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
     """For each virtual rank: the model's weights and the random numbers drawn after them.
 
@@ -51,10 +46,9 @@ def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
             for rank in range(context.rank, world_size, context.world_size):
                 for visit, make in enumerate((_small, _small, _large)):
                     with hashing_as(visit, build_model):
-                        model = read(
-                            build_model(make, seed, rank), _linear, "build_model", "make()'s model"
-                        )
-                    answer[f"w{number}/{rank}/{visit}"] = model.weight.detach().cpu().numpy().copy()
+                        model = returned(build_model(make, seed, rank), "build_model")
+                    weight = getattr(model, "weight", model)
+                    answer[f"w{number}/{rank}/{visit}"] = read_array(weight, "build_model's weight")
                     answer[f"r{number}/{rank}/{visit}"] = torch.rand(NUM_DRAWN).numpy()
                     torch.rand(rank + 1)  # earlier draws must not change the next model
     return answer

@@ -7,6 +7,7 @@ of `node_lost`, and whether the training is right is `node_script`'s.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,18 @@ def observe_goes_on(path: Any, inputs: Values, context: Context) -> Values:
         return job.results(what) | {"saves": saves}
 
 
-def judge_goes_on(case: Case) -> list[Finding]:
+def judge_goes_on(case: Case) -> Iterator[Finding]:
     """The second run ends with numbers, so it has trained with the rows that are left only."""
     answer = case.answers[0]
     saves = told(answer, "saves")
-    if not isinstance(saves, list) or "losses" not in answer:
-        return [
-            Finding(f"save_checkpoint was called for the steps {saves}: none to go on from.", 0)
-        ]
     got = [answer.get(name) for name in ("losses", "p0")]
-    if all(is_floats(array) and array.size and np.isfinite(array).all() for array in got):
-        return []
-    return [
-        Finding(
+    if not isinstance(saves, list) or not saves or "losses" not in answer:
+        yield Finding(f"save_checkpoint was called for the steps {saves}: none to go on from.", 0)
+    elif not all(is_floats(array) and array.size and np.isfinite(array).all() for array in got):
+        yield Finding(
             f"the job was started again with a checkpoint of step {saves[0]}, and what it wrote to "
             "--out are no numbers. Only the rows of later steps are left, all others are nan: it "
             "has to go on from there, and not to begin anew. load_newest says which step comes "
             "next, on every rank.",
             0,
         )
-    ]
