@@ -712,7 +712,7 @@ explore(
 
 # %%
 # %%rank 0
-from minidist.cost.search import Job
+from minidist.cost.search import TrainingJob
 from minidist.plan import challenge
 
 PARTS = {"tensor": "tensor_s", "data": "data_s", "bubble": "bubble_s", "pipeline": "pipeline_s"}
@@ -720,7 +720,7 @@ PARTS = {"tensor": "tensor_s", "data": "data_s", "bubble": "bubble_s", "pipeline
 
 def contest(model: str, layout: str):
     """A layout of one's own against the planner's."""
-    job = Job(
+    job = TrainingJob(
         model=MODELS[model],
         node=DGX_A100,
         num_gpus=256,

@@ -310,6 +310,6 @@ def integer(value: Any, what: str) -> int:
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Separates JSON fields from arrays (for a `wire.Message`)."""
+    """Separates JSON fields from arrays (for a `messages.Message`)."""
     arrays = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
     return {k: v for k, v in values.items() if k not in arrays}, arrays

@@ -30,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 from autograder.criteria.not_started import is_not_started
-from autograder.inside.wire import Message, receive, send
+from autograder.inside.messages import Message, receive, send
 from minidist.errors import DeadlineError, MinidistError, ProtocolError
 
 START_DEADLINE_S = 60.0

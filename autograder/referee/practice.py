@@ -18,7 +18,7 @@ import torch
 from autograder.course.course import Course, CourseError
 from autograder.criteria import find_criterion
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status
-from autograder.inside.wire import Message
+from autograder.inside.messages import Message
 from autograder.referee.referee import (
     ANSWER_DEADLINE_S,
     HELLO_DEADLINE_S,

@@ -20,8 +20,8 @@ has one connection for checks and one for the emulated cluster, whose broker bel
    ranks have answered ok, the criterion judges the answers and the broker's trace. If not, the
    worst status of a rank is the verdict.
 
-What the ranks print, raise or claim about themselves is never evidence. `wire.py` has the form of
-the messages. At a student's desk, the referee of `practice.py` opens and closes checks itself.
+What the ranks print, raise or claim about themselves is never evidence. `messages.py` has the form
+of the messages. At a student's desk, the referee of `practice.py` opens and closes checks itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from autograder.criteria.criterion import (
     named_ranks,
     split,
 )
-from autograder.inside.wire import Message, receive, send
+from autograder.inside.messages import Message, receive, send
 from autograder.referee.judging import judge
 from minidist.emulate.broker import Broker
 from minidist.emulate.client import CollectiveMismatch

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -191,64 +190,3 @@ def train_elastically(
 def restart_count() -> int:
     """How often torchrun has restarted the workers so far; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def torchrun_command(
-    script: Sequence[str],
-    *,
-    nnodes: str = "1",
-    nproc_per_node: int = 1,
-    max_restarts: int = 0,
-    endpoint: str | None = None,
-    run_id: str = "minidist",
-    is_host: bool | None = None,
-    local_addr: str | None = None,
-    keep_alive_s: int = 5,
-    last_call_s: int = 15,
-) -> list[str]:
-    """The torchrun command of one node.
-
-    If workers may be restarted, the command sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. By default,
-    torchrun uses one store for the rendezvous and for the workers' process groups. That store keeps
-    the addresses of lost workers, so gloo fails with "connectFullMesh ... Connection refused" after
-    a restart (measured with torch 2.13; pytorch/pytorch issue 135712).
-
-    Args:
-        script: path and arguments.
-        nnodes: "2", or "1:4" for elastic: at least 1, at most 4 nodes.
-        endpoint: "host:port" where the nodes meet; None for a single node.
-        is_host: whether this node keeps the meeting point; None lets torchrun guess by comparing
-            host names, which fails in containers and network namespaces.
-        local_addr: address by which the other nodes reach this one.
-        keep_alive_s: seconds after which a silent node counts as lost, at least 3: interval times
-            attempts of the rendezvous. torchrun's own default takes 15 s and more.
-        last_call_s: how long each rendezvous waits for a further node while there are fewer than
-            the maximum. Every restart of an elastic job waits this long. torchrun's own default is
-            30 s.
-
-    Raises:
-        ValueError: several nodes and no endpoint; a keep_alive_s below 3.
-    """
-    if keep_alive_s < 3:
-        # A beat is skipped when the last one is a hair younger than the interval of 1 s, so a node
-        # may be silent for 2 s; one that joins late would take it for lost and begin without it.
-        raise ValueError(f"torchrun_command: keep_alive_s must be at least 3, got {keep_alive_s}")
-    if endpoint is None and nnodes not in ("1", "1:1"):
-        raise ValueError(f"torchrun_command: {nnodes} nodes need an endpoint host:port to meet at")
-    restarts = max_restarts > 0 or ":" in nnodes
-    command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] if restarts else []
-    command += [sys.executable, "-m", "torch.distributed.run"]
-    command += [f"--nnodes={nnodes}", f"--nproc-per-node={nproc_per_node}"]
-    command += [f"--max-restarts={max_restarts}"]
-    if endpoint is None:
-        command += ["--standalone"]
-    else:
-        conf = f"keep_alive_interval=1,keep_alive_max_attempt={keep_alive_s}"
-        conf += f",last_call_timeout={last_call_s}"
-        if is_host is not None:
-            conf += f",is_host={int(is_host)}"
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
-        command += [f"--rdzv-conf={conf}"]
-        if local_addr is not None:
-            command += [f"--local-addr={local_addr}"]
-    return [*command, *script]

@@ -281,7 +281,7 @@ print(*sorted(p.name for p in pathlib.Path({str(package)!r}).iterdir() if p.name
 @needs_box
 def test_what_the_ranks_need_imports(run_dir: Path):
     modules = ["minidist.errors", "minidist.kernel", "torch"]
-    modules += ["autograder.inside.wire", "autograder.inside.probe", "autograder.criteria"]
+    modules += ["autograder.inside.messages", "autograder.inside.probe", "autograder.criteria"]
     _python(build_box(run_dir=run_dir), "import " + ", ".join(modules))
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from minidist import cost
 from minidist.cost.block import product_seconds
-from minidist.cost.search import Job, search
+from minidist.cost.search import TrainingJob, search
 from minidist.plan import challenge, report
 from minidist.plan.answer import RESERVE, options_of, plan
 from minidist.plan.errors import error_bar
 from minidist.plan.runs import FOLDER
 
 
-def job(**changes) -> Job:
+def job(**changes) -> TrainingJob:
     values = {
         "model": cost.GPT3_175B,
         "node": cost.DGX_A100,
@@ -25,7 +25,7 @@ def job(**changes) -> Job:
         "global_batch": 1536,
         "states": cost.MIXED_ADAM,
     }
-    return Job(**(values | changes))
+    return TrainingJob(**(values | changes))
 
 
 # ------------------------------------------------------------------------------------------ search

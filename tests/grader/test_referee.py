@@ -12,7 +12,7 @@ from referee_client import answer, ask, dial
 
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status
-from autograder.inside.wire import Message, receive, send
+from autograder.inside.messages import Message, receive, send
 from autograder.referee.practice import PracticeReferee
 from autograder.referee.referee import Referee, draw_for
 from minidist.emulate.client import Client

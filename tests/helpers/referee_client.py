@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from autograder.inside.wire import Message, receive, send
+from autograder.inside.messages import Message, receive, send
 
 
 def dial(referee, rank, channel="check"):

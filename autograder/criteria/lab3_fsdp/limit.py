@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import read_tensor, returned
+from autograder.criteria.common.answers import read_number, read_tensor, returned
 from autograder.criteria.common.memory_limit import (
     BATCHES,
     MEGABYTE,
@@ -125,7 +125,8 @@ def _train_with_function(train_large: Any, inputs: Values) -> Values:
     losses = train_large(lambda: build(seed), _batches(inputs, with_adamw=True), LR)
     if not isinstance(losses, list | tuple):
         raise TypeError(f"train_large: expected a list of floats, got {type(losses).__name__}")
-    return {"losses": [float(loss) for loss in losses], "changed": sorted(changed)}
+    told = [read_number(loss, f"train_large, loss {i}") for i, loss in enumerate(losses)]
+    return {"losses": told, "changed": sorted(changed)}
 
 
 _OPTIONS = ("betas", "eps", "weight_decay", "amsgrad", "maximize")

@@ -73,7 +73,7 @@ def snapshot(value: Any, path: str, *, copy: bool) -> Any:
     return _Snapshot(copy).of(value, path)
 
 
-class _Call:
+class _PickledCall:
     """Is written into the file as a call of `function`. So torch.load reads a deque, say."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -130,10 +130,10 @@ class _Snapshot:
         if kind is bytearray:
             return kind(value)
         if kind is deque:
-            return _Call(deque, self._items(value, path), value.maxlen)
+            return _PickledCall(deque, self._items(value, path), value.maxlen)
         if kind is defaultdict and value.default_factory in _FACTORIES:
             self._kept.append(items := dict(value))
-            return _Call(defaultdict, value.default_factory, self._dict(items, path))
+            return _PickledCall(defaultdict, value.default_factory, self._dict(items, path))
         if isinstance(value, np.dtype) and not value.hasobject:
             return value
         if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
@@ -151,7 +151,7 @@ class _Snapshot:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*self._items(value, path))
         if isinstance(value, Enum):  # Python before 3.11.4 pickles a getattr, which is not loaded
-            return _Call(type(value), value._value_)
+            return _PickledCall(type(value), value._value_)
         if not hasattr(value, "__dict__") or type(value).__reduce_ex__ is not object.__reduce_ex__:
             return copying.deepcopy(value)
         made = copying.copy(value)

@@ -15,7 +15,7 @@ _DESCRIPTION_BYTES = 512
 
 
 def agree(transport: Transport, device: torch.device, about: str) -> int:
-    """Compare what the ranks of a group are about to do (`Call.describe`).
+    """Compare what the ranks of a group are about to do (`CollectiveCall.describe`).
 
     Returns:
         The bytes that this rank sent.

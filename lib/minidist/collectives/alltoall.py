@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from minidist.collectives.algorithms import all_to_all_steps
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.issue import Call, require_writable
+from minidist.collectives.issue import CollectiveCall, require_writable
 from minidist.collectives.transport import Transport, run_steps
 
 
@@ -53,7 +53,7 @@ def all_to_all(
             from the arriving message is not detected, or ends the process (gloo).
     """
     # Validate.
-    call = Call("all_to_all", [*outputs, *inputs], group)
+    call = CollectiveCall("all_to_all", [*outputs, *inputs], group)
     call.require_parts("outputs", outputs)
     call.require_parts("inputs", inputs)
     me, size = call.rank, call.size

@@ -32,7 +32,7 @@ from minidist.collectives.algorithms import (
     direct_steps,
 )
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.issue import Call, all_reduce_by, gather_by, reduce_scatter_by
+from minidist.collectives.issue import CollectiveCall, all_reduce_by, gather_by, reduce_scatter_by
 from minidist.collectives.reduction import Reduction
 from minidist.collectives.transport import Transport, even_chunks, run_steps
 
@@ -74,7 +74,9 @@ def direct_reduce_scatter(
     """
     parts = [input] if isinstance(input, torch.Tensor) else list(input)
 
-    def run(call: Call, sizes: list[int], reduction: Reduction, transport: Transport) -> int:
+    def run(
+        call: CollectiveCall, sizes: list[int], reduction: Reduction, transport: Transport
+    ) -> int:
         k = max(1, math.ceil(max(sizes) * output.element_size() / _SEGMENT_BYTES))
         schedule = direct_reduce_scatter_steps(call.size, num_segments=k)
         aliased = any(_storage(part) == _storage(output) for part in parts)

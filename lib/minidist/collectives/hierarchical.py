@@ -36,7 +36,7 @@ from minidist.collectives.algorithms import (
     ring_steps,
 )
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.issue import Call, require_writable
+from minidist.collectives.issue import CollectiveCall, require_writable
 from minidist.collectives.transport import Transport, even_chunks, run_steps
 from minidist.errors import MismatchError
 
@@ -89,8 +89,8 @@ def hierarchical_all_reduce(
             Without `check`, groups that do not form a grid are not detected.
     """
     # Validate.
-    local = Call("hierarchical_all_reduce.local", [tensor], local_group)
-    cross = Call("hierarchical_all_reduce.cross", [tensor], cross_group)
+    local = CollectiveCall("hierarchical_all_reduce.local", [tensor], local_group)
+    cross = CollectiveCall("hierarchical_all_reduce.cross", [tensor], cross_group)
     require_writable(local, tensor)
     reduction = local.reduction(op)
     # Derive. The phases share the staged tensor, which the first phase makes.
@@ -128,7 +128,9 @@ def hierarchical_all_reduce(
     return third
 
 
-def _agree_on_grid(local: Call, cross: Call, tensor: torch.Tensor, op: str) -> CollectiveWork:
+def _agree_on_grid(
+    local: CollectiveCall, cross: CollectiveCall, tensor: torch.Tensor, op: str
+) -> CollectiveWork:
     """Compare what all ranks are about to do: first within each node, then across the nodes.
 
     A node whose ranks differ reports this to the other nodes before any rank raises. If the node

@@ -1,7 +1,8 @@
 """What every collective does before and after its steps: validate, stage, check, issue.
 
-A public collective builds a `Call`, which validates everything that needs no communication. It then
-defines a function that does the work with the transport, and passes this function to `Call.issue`.
+A public collective builds a `CollectiveCall`, which validates everything that needs no
+communication. It then defines a function that does the work with the transport, and passes this
+function to `CollectiveCall.issue`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from minidist.collectives.transport import (
 )
 
 
-class Call:
+class CollectiveCall:
     """One call of a collective on this rank.
 
     Args:
@@ -221,7 +222,7 @@ def all_reduce_by(
     Raises: as `ring_all_reduce`.
     """
     # Validate.
-    call = Call(kind, [tensor], group)
+    call = CollectiveCall(kind, [tensor], group)
     require_writable(call, tensor)
     reduction = call.reduction(op)
     # Derive.
@@ -248,7 +249,7 @@ def all_reduce_by(
 
 def reduce_scatter_by(
     kind: str,
-    run: Callable[[Call, list[int], Reduction, Transport], int],
+    run: Callable[[CollectiveCall, list[int], Reduction, Transport], int],
     output: torch.Tensor,
     input: torch.Tensor | Sequence[torch.Tensor],
     op: Any,
@@ -265,7 +266,7 @@ def reduce_scatter_by(
     """
     # Validate.
     parts = [input] if isinstance(input, torch.Tensor) else list(input)
-    call = Call(kind, [output, *parts], group)
+    call = CollectiveCall(kind, [output, *parts], group)
     require_writable(call, output)
     reduction = call.reduction(op)
     sizes = call.part_sizes("input", input)
@@ -290,7 +291,7 @@ def gather_by(
     """
     # Validate.
     parts = [output] if isinstance(output, torch.Tensor) else list(output)
-    call = Call(kind, [input, *parts], group)
+    call = CollectiveCall(kind, [input, *parts], group)
     sizes = call.part_sizes("output", output)
     call.require_numel("input", input, sizes[call.rank])
     for part in parts:
@@ -312,7 +313,7 @@ def gather_by(
     return call.issue(body, parts, async_op, check=check, same=sizes, message=[input])
 
 
-def require_writable(call: Call, tensor: torch.Tensor) -> None:
+def require_writable(call: CollectiveCall, tensor: torch.Tensor) -> None:
     repeated = any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
     call.require(not repeated, "an expanded tensor cannot be written to: give its .contiguous()")
 

@@ -36,7 +36,7 @@ from minidist.collectives.algorithms import (
     ring_steps,
 )
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.issue import Call, all_reduce_by, gather_by, reduce_scatter_by
+from minidist.collectives.issue import CollectiveCall, all_reduce_by, gather_by, reduce_scatter_by
 from minidist.collectives.reduction import Reduction
 from minidist.collectives.transport import Transport, run_steps
 
@@ -111,7 +111,7 @@ def ring_reduce_scatter(
         ValueError: as `ring_all_reduce`; or `output` does not have the size of part r.
     """
 
-    def run(call: Call, _: list[int], reduction: Reduction, transport: Transport) -> int:
+    def run(call: CollectiveCall, _: list[int], reduction: Reduction, transport: Transport) -> int:
         schedule = ring_reduce_scatter_steps(call.size)
         chunks = call.chunks(input, copy=True)
         num_bytes = run_steps(schedule, chunks, transport, reduction)

@@ -36,7 +36,7 @@ from minidist.collectives.algorithms import (
     scatter_steps,
 )
 from minidist.collectives.async_work import CollectiveWork
-from minidist.collectives.issue import Call, require_writable
+from minidist.collectives.issue import CollectiveCall, require_writable
 from minidist.collectives.transport import Transport, even_chunks, list_chunks, run_steps
 
 
@@ -59,7 +59,7 @@ def broadcast(
     Raises:
         ValueError: the root is not in the group, or as `ring_all_reduce`.
     """
-    call = Call("broadcast", [tensor], group)
+    call = CollectiveCall("broadcast", [tensor], group)
     require_writable(call, tensor)
     root = call.root("src", src, group_src)
     schedule = broadcast_steps(call.size, root)
@@ -95,7 +95,7 @@ def reduce(
     Raises:
         ValueError: the root is not in the group, or as `ring_all_reduce`.
     """
-    call = Call("reduce", [tensor], group)
+    call = CollectiveCall("reduce", [tensor], group)
     root = call.root("dst", dst, group_dst)
     reduction = call.reduction(op)
     if call.rank == root:
@@ -142,7 +142,7 @@ def gather(
         MismatchError: with `check`, on every rank.
     """
     parts = list(gather_list or [])
-    call = Call("gather", [tensor, *parts], group)
+    call = CollectiveCall("gather", [tensor, *parts], group)
     root = call.root("dst", dst, group_dst)
     _only_on_root(call, "gather_list", parts, root)
     if call.rank == root:
@@ -191,7 +191,7 @@ def scatter(
         ValueError, MismatchError: as `gather`.
     """
     parts = list(scatter_list or [])
-    call = Call("scatter", [tensor, *parts], group)
+    call = CollectiveCall("scatter", [tensor, *parts], group)
     require_writable(call, tensor)
     root = call.root("src", src, group_src)
     _only_on_root(call, "scatter_list", parts, root)
@@ -225,7 +225,7 @@ def _only(root: int, numel: int, num_ranks: int) -> list[int]:
     return [numel if rank == root else 0 for rank in range(num_ranks)]
 
 
-def _only_on_root(call: Call, name: str, parts: list[torch.Tensor], root: int) -> None:
+def _only_on_root(call: CollectiveCall, name: str, parts: list[torch.Tensor], root: int) -> None:
     if call.rank == root:
         call.require_parts(name, parts)
     else:

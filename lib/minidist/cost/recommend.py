@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from minidist.cost.hardware import Node
 from minidist.cost.memory import MIXED_ADAM, StateBytes
-from minidist.cost.search import RECOMPUTE_ORDER, Candidate, Found, Job, search
+from minidist.cost.search import RECOMPUTE_ORDER, Candidate, Found, TrainingJob, search
 from minidist.cost.software import Software
 from minidist.cost.transformer import Transformer
 
@@ -88,7 +88,7 @@ def recommend(
             "recommend: needs num_gpus >= 1, global_batch >= 1, 0 <= reserve < 1, got "
             f"{num_gpus}, {global_batch}, {reserve}"
         )
-    job = Job(
+    job = TrainingJob(
         model=model,
         node=node,
         num_gpus=num_gpus,
@@ -110,7 +110,7 @@ def recommend(
     return ranked_plans(job, found, global_batch)[:limit]
 
 
-def ranked_plans(job: Job, found: Found, global_batch: int) -> list[Plan]:
+def ranked_plans(job: TrainingJob, found: Found, global_batch: int) -> list[Plan]:
     """The layouts that fit as plans, best first, each with its reasons.
 
     Args:
@@ -126,7 +126,7 @@ def nearest_batch(num_gpus: int, global_batch: int) -> int:
     return max(1, (2 * global_batch + num_gpus) // (2 * num_gpus)) * num_gpus
 
 
-def why_nothing(job: Job, found: Found) -> str:
+def why_nothing(job: TrainingJob, found: Found) -> str:
     """Why a search found no layout: the one with the least memory, or what does not divide."""
     if (nearest := found.smallest) is not None:
         return (
@@ -170,7 +170,7 @@ def _bubble(plan: Plan) -> str:
     )
 
 
-def _explained(plan: Plan, best: Plan, job: Job, global_batch: int) -> Plan:
+def _explained(plan: Plan, best: Plan, job: TrainingJob, global_batch: int) -> Plan:
     model, node, states = job.model, job.node, job.states
     p, memory, step = plan.parallelism, plan.memory, plan.step
     n, gpu = model.num_parameters, node.gpu

@@ -72,7 +72,7 @@ def parallelisms(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What is to be trained, where and how: everything that all layouts share.
 
     Attributes:
@@ -131,7 +131,7 @@ class Found:
         fitting: layouts that fit the memory.
         too_large: the fastest layout that needs at most twice the memory that there is.
         smallest: of the layouts that do not fit, the one with the least memory.
-        forbidden: the fastest fitting layout that `Job.allowed` leaves out.
+        forbidden: the fastest fitting layout that `TrainingJob.allowed` leaves out.
         refused: why layouts do not divide, counted.
     """
 
@@ -145,7 +145,7 @@ class Found:
 class Pricer:
     """Memory and step of layouts of one job; blocks that layouts share are computed once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self.job = job
         self._blocks: dict[tuple, BlockTime] = {}
 
@@ -232,7 +232,7 @@ def _replicas(node: Node, p: ParallelismConfig) -> list[int]:
     return found
 
 
-def _chunks(job: Job, p: ParallelismConfig, m: int) -> list[int]:
+def _chunks(job: TrainingJob, p: ParallelismConfig, m: int) -> list[int]:
     """Chunks per stage: 1, and with m a multiple of pp every divisor of the layers per stage."""
     if p.pp == 1 or m % p.pp or job.schedule != "1f1b":
         return [1]
@@ -240,7 +240,9 @@ def _chunks(job: Job, p: ParallelismConfig, m: int) -> list[int]:
     return [v for v in divisors(most) if p.pp * v <= job.model.num_layers + 2]
 
 
-def candidates(job: Job, refused: Counter[str]) -> Iterator[tuple[ParallelismConfig, int, int]]:
+def candidates(
+    job: TrainingJob, refused: Counter[str]
+) -> Iterator[tuple[ParallelismConfig, int, int]]:
     """(layout, micro-batch, micro-batches per step) of everything that divides; why the rest does
     not is counted in `refused`."""
     for base in parallelisms(
@@ -283,7 +285,7 @@ def _worth_their_copies(fitting: list[Candidate]) -> list[Candidate]:
     return [c for c in fitting if c.parallelism.replicas == 1 or gains(c)]
 
 
-def search(job: Job) -> Found:
+def search(job: TrainingJob) -> Found:
     """Every layout of the job, each with the least recomputation with which it fits; copies of
     shards (HSDP) only where they make the step shorter."""
     found = Found()

@@ -1,8 +1,8 @@
 """A layout of one's own against the planner's: whether it wins, or why not.
 
 >>> from minidist import cost
->>> from minidist.cost.search import Job
->>> job = Job(model=cost.LLAMA2_70B, node=cost.DGX_A100, num_gpus=64, global_batch=256,
+>>> from minidist.cost.search import TrainingJob
+>>> job = TrainingJob(model=cost.LLAMA2_70B, node=cost.DGX_A100, num_gpus=64, global_batch=256,
 ...           states=cost.MIXED_ADAM)
 >>> challenge(job, "dp=2 pp=4 tp=7").verdict
 "does not run: --layout 'dp=2 pp=4 tp=7': dp 2 x pp 4 x cp 1 x tp 7 = 56 GPUs, but --gpus is 64"
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minidist.cost.hardware import GB
-from minidist.cost.search import Candidate, Job, search
+from minidist.cost.search import Candidate, TrainingJob, search
 from minidist.cost.step import PARTS
 from minidist.plan.answer import name_of, priced
 from minidist.plan.errors import error_bar
@@ -50,7 +50,7 @@ class Challenge:
     verdict: str
 
 
-def challenge(job: Job, layout: str) -> Challenge:
+def challenge(job: TrainingJob, layout: str) -> Challenge:
     """Compare a layout, in the words of `--layout`, with the fastest that the planner finds."""
     fitting = search(job).fitting
     planner = min(fitting, key=lambda candidate: candidate.step.total_s, default=None)
@@ -67,7 +67,7 @@ def challenge(job: Job, layout: str) -> Challenge:
     return Challenge(mine=mine, planner=planner, verdict=verdict)
 
 
-def _too_large(job: Job, mine: Candidate) -> str:
+def _too_large(job: TrainingJob, mine: Candidate) -> str:
     memory = mine.memory
     parts = {
         "model states": memory.model_states,
@@ -86,7 +86,7 @@ def _too_large(job: Job, mine: Candidate) -> str:
     )
 
 
-def _compared(job: Job, mine: Candidate, planner: Candidate) -> str:
+def _compared(job: TrainingJob, mine: Candidate, planner: Candidate) -> str:
     ratio = mine.step.total_s / planner.step.total_s - 1
     if mine.parallelism == planner.parallelism and abs(ratio) < 1e-9:
         return "is the planner's own"

@@ -8,7 +8,7 @@ from typing import Any
 
 from minidist.cost.hardware import GB
 from minidist.cost.recommend import NothingFitsError, nearest_batch, why_nothing
-from minidist.cost.search import Candidate, Found, Job, Pricer, search
+from minidist.cost.search import Candidate, Found, Pricer, TrainingJob, search
 from minidist.cost.step import PARTS
 from minidist.cost.training import DAY_S, cost_dollars, gpu_hours
 from minidist.plan.errors import ErrorBar, error_bar
@@ -70,7 +70,7 @@ class Answer:
         notes: what was assumed or altered, in words.
     """
 
-    job: Job
+    job: TrainingJob
     options: tuple[Option, ...]
     changes: tuple[Change, ...]
     notes: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class Answer:
         return f"computing takes {share:.0%} of the step; only faster GPUs would change that"
 
 
-def options_of(job: Job, candidates: list[Candidate]) -> tuple[Option, ...]:
+def options_of(job: TrainingJob, candidates: list[Candidate]) -> tuple[Option, ...]:
     """Candidates with error bars, fastest first; those that the bars do not separate from the
     fastest are ties."""
     ordered = sorted(candidates, key=lambda candidate: candidate.step.total_s)
@@ -99,7 +99,7 @@ def options_of(job: Job, candidates: list[Candidate]) -> tuple[Option, ...]:
     return tuple(options)
 
 
-def plan(job: Job, *, top: int = 5) -> Answer:
+def plan(job: TrainingJob, *, top: int = 5) -> Answer:
     """The fastest layouts of a job.
 
     Raises:
@@ -138,7 +138,7 @@ def _different(candidates: list[Candidate]) -> list[Candidate]:
     return list(kept.values())
 
 
-def _changes(job: Job, best: Candidate, found: Found) -> tuple[Change, ...]:
+def _changes(job: TrainingJob, best: Candidate, found: Found) -> tuple[Change, ...]:
     """What would make the answer faster, the most effective first."""
     changes = []
     now_s = best.step.total_s
@@ -171,7 +171,7 @@ def _changes(job: Job, best: Candidate, found: Found) -> tuple[Change, ...]:
     return tuple(sorted(changes, key=lambda change: -change.gain))
 
 
-def priced(job: Job, layout: Layout) -> Candidate:
+def priced(job: TrainingJob, layout: Layout) -> Candidate:
     """The memory and step of one layout that a user named; it may not fit.
 
     Raises:
@@ -196,7 +196,7 @@ def priced(job: Job, layout: Layout) -> Candidate:
     return Pricer(job).price(p, layout.micro_batch, m, layout.recompute)
 
 
-def as_dict(option: Option, job: Job, *, tokens: float | None, price: float | None) -> dict:
+def as_dict(option: Option, job: TrainingJob, *, tokens: float | None, price: float | None) -> dict:
     """An option with every second and byte by part, for --json."""
     candidate, p = option.candidate, option.candidate.parallelism
     step, memory = candidate.step, candidate.memory
@@ -243,7 +243,7 @@ def as_dict(option: Option, job: Job, *, tokens: float | None, price: float | No
 
 
 def training_of(
-    candidate: Candidate, job: Job, tokens: float, price: float | None
+    candidate: Candidate, job: TrainingJob, tokens: float, price: float | None
 ) -> dict[str, float]:
     """Days, GPU hours and dollars of a whole run."""
     seconds = tokens / candidate.step.tokens_per_s

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from minidist.cost.hardware import GB
-from minidist.cost.search import Candidate, Job, search
+from minidist.cost.search import Candidate, TrainingJob, search
 from minidist.cost.step import PARTS
 from minidist.plan.answer import Option
 from minidist.plan.errors import error_bar
@@ -15,7 +15,7 @@ from minidist.plots import new_figure
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "working")
 
 
-def scaling(job: Job) -> list[tuple[int, float, float]]:
+def scaling(job: TrainingJob) -> list[tuple[int, float, float]]:
     """(GPUs, tokens per second, error bar) of the fastest layout on a quarter to four times the
     GPUs, with the same batch; sizes on which nothing fits are left out."""
     points = []
@@ -31,7 +31,7 @@ def scaling(job: Job) -> list[tuple[int, float, float]]:
     return points
 
 
-def save(job: Job, options: Sequence[Option], file: str) -> None:
+def save(job: TrainingJob, options: Sequence[Option], file: str) -> None:
     """Draw the three panels into a file whose name says its format (png, svg, pdf).
 
     Raises:

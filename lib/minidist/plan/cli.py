@@ -13,7 +13,7 @@ from rich.console import Console
 
 from minidist.cost.memory import state_bytes
 from minidist.cost.recommend import NothingFitsError
-from minidist.cost.search import Job
+from minidist.cost.search import TrainingJob
 from minidist.cost.software import SOFTWARE
 from minidist.cost.step import STEP_SCHEDULES
 from minidist.plan.against import challenge
@@ -138,7 +138,7 @@ def _whole(text: str, what: str) -> int:
     return int(value)
 
 
-def _job(options: argparse.Namespace) -> tuple[Job, float | None, list[str]]:
+def _job(options: argparse.Namespace) -> tuple[TrainingJob, float | None, list[str]]:
     """The job, the price per GPU hour, and what was assumed."""
     notes = []
     model = model_of(options.model)
@@ -160,7 +160,7 @@ def _job(options: argparse.Namespace) -> tuple[Job, float | None, list[str]]:
     max_cp = _whole(options.max_cp, "--max-cp") if options.max_cp else 0
     constraints = [constraint_of(text) for text in getattr(options, "constraint", [])]
     precision = "bf16_fp32_grads" if options.gradients == "fp32" else "bf16_mixed"
-    job = Job(
+    job = TrainingJob(
         model=model,
         node=node,
         num_gpus=_whole(options.gpus, "--gpus"),

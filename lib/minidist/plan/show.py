@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from minidist.cost.hardware import GB
-from minidist.cost.search import Job
+from minidist.cost.search import TrainingJob
 from minidist.cost.step import PARTS
 from minidist.plan.answer import Answer, Option, training_of
 
@@ -30,7 +30,7 @@ _STEP_WORDS = {
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "working")
 
 
-def head_line(job: Job) -> str:
+def head_line(job: TrainingJob) -> str:
     """What is planned, in one line."""
     model, node = job.model, job.node
     size = f"{model.num_parameters / 1e9:,.3g}B parameters"
@@ -69,7 +69,7 @@ def show_answer(
 
 def _layout_table(
     console: Console,
-    job: Job,
+    job: TrainingJob,
     options: tuple[Option, ...],
     *,
     tokens: float | None,
@@ -110,11 +110,11 @@ def _layout_table(
     )
 
 
-def _fits(job: Job, option: Option) -> bool:
+def _fits(job: TrainingJob, option: Option) -> bool:
     return option.candidate.memory.total <= job.budget
 
 
-def show_parts(console: Console, job: Job, option: Option) -> None:
+def show_parts(console: Console, job: TrainingJob, option: Option) -> None:
     """Every second and byte of one layout."""
     console.print(head_line(job))
     console.print(f"{option.name}; software: {job.software_for(option.candidate.parallelism).name}")
@@ -149,7 +149,7 @@ def show_parts(console: Console, job: Job, option: Option) -> None:
 
 def show_comparison(
     console: Console,
-    job: Job,
+    job: TrainingJob,
     options: tuple[Option, ...],
     *,
     tokens: float | None,

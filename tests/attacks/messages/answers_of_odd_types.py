@@ -8,7 +8,7 @@ status: ddp_gradients WRONG
 
 # %% put="after imports"
 import autograder.inside.probe as probe
-from autograder.inside.wire import Message
+from autograder.inside.messages import Message
 
 deep = []
 for _ in range(90):

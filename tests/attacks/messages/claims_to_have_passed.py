@@ -7,7 +7,7 @@ status: ddp_scaling WRONG
 
 # %% put="after imports"
 import autograder.inside.probe as probe
-from autograder.inside.wire import Message
+from autograder.inside.messages import Message
 
 
 def check(name, subject=None):

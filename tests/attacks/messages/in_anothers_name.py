@@ -7,7 +7,7 @@ passes: everything
 # %% put="before setup"
 import socket
 
-from autograder.inside.wire import Message, receive, send
+from autograder.inside.messages import Message, receive, send
 
 for _rank in [*range(int(os.environ["WORLD_SIZE"])), 99, -1]:
     for _channel in ("check", "broker"):

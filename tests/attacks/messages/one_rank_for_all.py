@@ -12,7 +12,7 @@ import socket
 import time
 
 import autograder.inside.probe as probe
-from autograder.inside.wire import Message, receive, send
+from autograder.inside.messages import Message, receive, send
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if rank:

@@ -6,7 +6,7 @@ passes: everything
 
 # %% put="before setup"
 import autograder.inside.probe as probe
-from autograder.inside.wire import Message
+from autograder.inside.messages import Message
 
 for _name in ("setup", "ddp_scaling", "no_such_check", "", "sampler_tail"):
     _reply = probe._talk(probe._channels, Message("ask", {"criterion": _name}), 20.0)

@@ -6,7 +6,7 @@ passes: everything but sampler_tail, sampler_epoch, train_epochs
 
 # %% put="before setup"
 import autograder.inside.probe as probe
-from autograder.inside.wire import Message
+from autograder.inside.messages import Message
 
 _real_tell, _kept = probe._tell, {}
 _FROM = {

@@ -7,7 +7,7 @@ status: setup WRONG
 
 # %% put="before setup"
 import autograder.inside.probe as probe
-from autograder.inside.wire import Message
+from autograder.inside.messages import Message
 
 _real_tell = probe._tell
 

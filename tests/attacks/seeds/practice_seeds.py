@@ -10,7 +10,7 @@ import hashlib
 import hmac
 
 import autograder.inside.probe as probe
-from autograder.inside.wire import Message
+from autograder.inside.messages import Message
 
 
 def seed(key, purpose):

@@ -13,8 +13,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from autograder.inside import wire
-from autograder.inside.wire import Message, receive, send
+from autograder.inside import messages
+from autograder.inside.messages import Message, receive, send
 from minidist.errors import DeadlineError, ProtocolError
 from minidist.processes import frames
 
@@ -29,7 +29,7 @@ def pair():
     b.close()
 
 
-@pytest.mark.parametrize("dtype", wire.DTYPES)
+@pytest.mark.parametrize("dtype", messages.DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 4)])
 def test_arrays_arrive_as_they_were(pair, dtype, shape):
     array = (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2).astype(dtype)
@@ -77,7 +77,7 @@ def _array(**changes):
         _frame(_header(fields=[])),
         _frame(_header(arrays={})),
         _frame(_header(arrays=[7])),
-        _frame(_header(arrays=[{}] * (wire.MAX_ARRAYS + 1))),
+        _frame(_header(arrays=[{}] * (messages.MAX_ARRAYS + 1))),
         _frame(_header(), header_length=1 << 31),
         _frame(_header(), body_length=1 << 60),
         _frame(_header(), b"too much"),
