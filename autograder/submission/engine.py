@@ -12,6 +12,7 @@ ended.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -163,6 +164,8 @@ class _Run:
         except (DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError) as error:
             raise InfrastructureError(f"the kernel failed: {error}") from error
         finally:
+            # nbclient keeps this after a start that failed, and raises when the process ends.
+            atexit.unregister(self.client._cleanup_kernel)
             if self.guard is not None:
                 self.guard.stop()
         self.nb_man.nb.metadata.pop("widgets", None)

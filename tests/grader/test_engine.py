@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from jupyter_client.session import Session
 from nbformat.v4 import new_code_cell, new_notebook
 
-from autograder.submission.engine import _Client
+from autograder.submission.engine import InfrastructureError, _Client, _Run
 
 KEY = b"k" * 32
 CELL = "cell"  # id of the request
@@ -104,3 +105,24 @@ def test_a_display_of_a_cell_that_has_ended_stays_as_it_was():
     )
     assert notebook.cells[0].outputs[0].data == {"text/plain": "1 %"}
     assert nbformat.writes(notebook).encode()
+
+
+def test_a_kernel_that_does_not_start_leaves_nothing_for_the_end_of_the_grader(
+    tmp_path, monkeypatch
+):
+    spec = tmp_path / "kernels" / "dies" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text('{"argv": ["false", "{connection_file}"], "display_name": "", "language": ""}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    limits = SimpleNamespace(wall_s=60.0, output_bytes=1000)
+    session = SimpleNamespace(
+        lab=SimpleNamespace(limits=limits, cell_deadline_s=60.0),
+        kernel_arguments=(),
+        connection_file=str(tmp_path / "connection.json"),
+    )
+    left = []
+    monkeypatch.setattr(atexit, "register", lambda function, *_: left.append(function))
+    monkeypatch.setattr(atexit, "unregister", left.remove)
+    with pytest.raises(InfrastructureError, match="the kernel failed"):
+        asyncio.run(_Run(SimpleNamespace(nb=new_notebook()), "dies", session).run())
+    assert not [f for f in left if isinstance(getattr(f, "__self__", None), _Client)]
