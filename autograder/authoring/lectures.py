@@ -17,7 +17,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import papermill
@@ -53,7 +55,7 @@ def plan_lecture(lecture: Path, library: Path, missing: Collection[str]) -> list
         library: the folder of minidist, with all modules.
         missing: modules that students do not have.
     """
-    reader = _Reader(library, missing)
+    reader = _Reader(library, frozenset(missing))
     notebook = nbformat.read(lecture, as_version=4)
     return [reader.read(cell.source) for cell in notebook.cells if _is_code(cell)]
 
@@ -63,8 +65,9 @@ class _Reader:
     """Reads cells in order and notes what each name leads to."""
 
     library: Path
-    missing: Collection[str]
-    names: dict[str, frozenset[str]] = field(default_factory=dict)  # name or file -> modules
+    missing: frozenset[str]
+    names: dict[str, frozenset[str]] = field(default_factory=dict)  # name -> modules
+    files: dict[str, frozenset[str]] = field(default_factory=dict)  # its name -> modules
     modules: dict[str, str] = field(default_factory=dict)  # name -> module that it was imported as
 
     def read(self, source: str) -> Cell:
@@ -119,42 +122,37 @@ class _Reader:
         if not needs:
             return Cell(source)
         if match := _WRITES.match(source):
-            self.names[match[1]] = needs
+            self.files[match[1]] = needs
         return Cell("", needs, hidden=True)
 
     def _needs(self, node: ast.stmt) -> frozenset[str]:
         """The withheld modules that a statement needs."""
-        wanted = set(_global_names(node))
-        found = frozenset[str]().union(*(self.names.get(name, ()) for name in wanted))
-        for part in ast.walk(node):
-            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
-                if part.value.id in wanted & self.modules.keys():
-                    found |= self._module(f"{self.modules[part.value.id]}.{part.attr}")
-            elif isinstance(part, ast.Import | ast.ImportFrom):
-                found = found.union(*(self._module(dotted) for _, dotted in _imported(part)))
-            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-                found |= self._in_text(part.value)
-        return found
+        wanted, mentioned = _global_names(node), _mentioned(node)
+        dotted = [
+            *(
+                f"{self.modules[owner]}.{name}"
+                for owner, name in mentioned.attributes
+                if owner in wanted and owner in self.modules
+            ),
+            *mentioned.imported,
+        ]
+        return frozenset[str]().union(
+            *(self.names.get(name, ()) for name in wanted),
+            *map(self._module, dotted),
+            *map(self._in_text, mentioned.texts),
+        )
 
     def _in_text(self, text: str) -> frozenset[str]:
         """The withheld modules that a script or a command names, or reaches by a file's name."""
-        files = [needs for name, needs in self.names.items() if "." in name and name in text]
-        try:
-            nodes = ast.walk(ast.parse(text)) if "import" in text else ()
-            imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
-            dotted = [name for node in imports for _, name in _imported(node)]
-        except SyntaxError:
-            dotted = []
-        dotted += re.findall(r"\bminidist(?:\.\w+)+", text)
-        return frozenset[str]().union(*files, *map(self._module, dotted))
+        files = [needs for name, needs in self.files.items() if name in text]
+        return frozenset[str]().union(*files, *map(self._module, _dotted_in(text)))
 
     def _module(self, dotted: str) -> frozenset[str]:
         """The withheld module that a dotted name is in, or is."""
         package, _, name = dotted.rpartition(".")
         for origin in (dotted, exports(self.library, package).get(name, "")):
-            for module in self.missing:
-                if origin == module or origin.startswith(f"{module}."):
-                    return frozenset({module})
+            if module := outermost(origin, self.missing):
+                return frozenset({module})
         return frozenset()
 
     def _learn(self, node: ast.stmt, needs: frozenset[str]) -> None:
@@ -174,6 +172,12 @@ class _Reader:
             return []
         names = [a for a in node.names if not self._module(f"{node.module}.{a.name}")]
         return [ast.ImportFrom(node.module, names, node.level)] if names else []
+
+
+def outermost(dotted: str, packages: Collection[str]) -> str | None:
+    """The outermost of these modules and packages that a dotted name is in, or is."""
+    outer = accumulate(dotted.split("."), "{}.{}".format)
+    return next((name for name in outer if name in packages), None)
 
 
 def _changed(node: ast.stmt) -> Iterator[str]:
@@ -233,6 +237,42 @@ def _global_names(node: ast.stmt) -> frozenset[str]:
             if symbol.is_referenced() and (top or symbol.is_global()):
                 found.add(symbol.get_name())
     return frozenset(found) - {n.name for n in ast.walk(node) if isinstance(n, ast.ExceptHandler)}
+
+
+class _Mentioned(NamedTuple):
+    """What a statement mentions; `attributes` are pairs of a name and what is taken from it."""
+
+    attributes: tuple[tuple[str, str], ...]
+    imported: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
+@cache
+def _mentioned(node: ast.stmt) -> _Mentioned:
+    attributes: list[tuple[str, str]] = []
+    imported: list[str] = []
+    texts: list[str] = []
+    for part in ast.walk(node):
+        match part:
+            case ast.Attribute(ast.Name(owner), name):
+                attributes.append((owner, name))
+            case ast.Import() | ast.ImportFrom():
+                imported += [dotted for _, dotted in _imported(part)]
+            case ast.Constant(str(text)):
+                texts.append(text)
+    return _Mentioned(tuple(attributes), tuple(imported), tuple(texts))
+
+
+@cache
+def _dotted_in(text: str) -> tuple[str, ...]:
+    """The dotted names of modules in a script or a command."""
+    try:
+        nodes = ast.walk(ast.parse(text)) if "import" in text else ()
+        imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+        dotted = [name for node in imports for _, name in _imported(node)]
+    except SyntaxError:
+        dotted = []
+    return (*dotted, *re.findall(r"\bminidist(?:\.\w+)+", text))
 
 
 @cache

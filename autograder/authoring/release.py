@@ -27,7 +27,13 @@ from pathlib import Path
 
 import nbformat
 
-from autograder.authoring.lectures import Cell, plan_lecture, run_once, write_for_students
+from autograder.authoring.lectures import (
+    Cell,
+    outermost,
+    plan_lecture,
+    run_once,
+    write_for_students,
+)
 from autograder.authoring.notebooks import edited_by_hand
 from autograder.authoring.placing import MARK as MARK
 from autograder.authoring.placing import earlier_files, put_in_place
@@ -212,10 +218,10 @@ def find_missing(library: Path, withheld: Collection[str]) -> list[str]:
     while more := {
         name
         for name, wanted in needs.items()
-        if not _is_in(name, missing) and any(_is_in(each, missing) for each in wanted)
+        if not outermost(name, missing) and any(outermost(each, missing) for each in wanted)
     }:
         missing |= more
-    return sorted(name for name in missing if not _is_in(name.rpartition(".")[0], missing))
+    return sorted(name for name in missing if not outermost(name.rpartition(".")[0], missing))
 
 
 def find_withheld(library: Path, labs: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -224,7 +230,7 @@ def find_withheld(library: Path, labs: Sequence[str]) -> dict[str, tuple[str, ..
     for lab in labs:
         for name in find_missing(library, get_lab(lab).withheld):
             found[name] = (*found.get(name, ()), lab)
-    inside = {name for name in found if _is_in(name.rpartition(".")[0], found)}
+    inside = {name for name in found if outermost(name.rpartition(".")[0], found)}
     return {name: labs for name, labs in sorted(found.items()) if name not in inside}
 
 
@@ -233,13 +239,9 @@ def why_withheld(module: str, labs: Sequence[str]) -> str:
     reasons: set[str] = set()
     for lab in labs:
         withheld = get_lab(lab).withheld.items()
-        own = {reason for name, reason in withheld if _is_in(name, [module])}
+        own = {reason for name, reason in withheld if outermost(name, [module])}
         reasons |= own or {NEEDS}
     return ", ".join(sorted(reasons))
-
-
-def _is_in(name: str, packages: Collection[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in packages)
 
 
 def _dotted(path: Path, library: Path) -> str:
