@@ -160,6 +160,23 @@ def test_a_whole_training_state_does_not_fit():
 
 
 @pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (None, "train_large returned None"),
+        ([1.0, None], "train_large: expected a list of floats, got [1.0, None]"),
+        ({1: 2.0}, "train_large: expected a list of floats, got {1: 2.0}"),
+    ],
+)
+def test_losses_that_are_no_numbers_are_told(losses, said):
+    criterion = LAB["fsdp_budget"]
+    inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, "test", 3))
+    context = Context(0, 1, torch.device("cpu"))
+    answer = limit.observe_function(lambda *_: losses, inputs[0], context)
+    findings = criterion.findings(make_case(LAB, criterion, [answer, {}, {}]))
+    assert said in findings[0].message
+
+
+@pytest.mark.parametrize(
     ("text", "otherwise"),
     [("rank 1 was ended by SIGSEGV", True), ("SIGABRT: what(): std::bad_alloc", False)],
 )

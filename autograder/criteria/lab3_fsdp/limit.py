@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common.answers import read_number, read_tensor, returned
+from autograder.criteria.common.answers import read, read_tensor, returned
 from autograder.criteria.common.memory_limit import (
     BATCHES,
     MEGABYTE,
@@ -123,10 +123,14 @@ def _train_with_function(train_large: Any, inputs: Values) -> Values:
 
     register_optimizer_step_pre_hook(note)
     losses = train_large(lambda: build(seed), _batches(inputs, with_adamw=True), LR)
-    if not isinstance(losses, list | tuple):
-        raise TypeError(f"train_large: expected a list of floats, got {type(losses).__name__}")
-    told = [read_number(loss, f"train_large, loss {i}") for i, loss in enumerate(losses)]
+    told = read(losses, _floats, "train_large", "a list of floats")
     return {"losses": told, "changed": sorted(changed)}
+
+
+def _floats(losses: Any) -> list[float]:
+    if not isinstance(losses, list | tuple):
+        raise TypeError
+    return [float(loss) for loss in losses]
 
 
 _OPTIONS = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
