@@ -441,7 +441,7 @@ NOT_FOUND = "handed out when this lab is over"  # said by `minidist.beside.besid
 
 @pytest.mark.parametrize(
     "lab",
-    [pytest.param(lab, marks=[pytest.mark.nightly] * (lab != "bonus_pipeline")) for lab in LABS],
+    [pytest.param(lab, marks=[pytest.mark.nightly] * (lab != "bonus_debug_ddp")) for lab in LABS],
 )
 def test_the_reference_shows_what_is_expected(lab: str, tmp_path: Path) -> None:
     says = says_what_is_expected(lab)
