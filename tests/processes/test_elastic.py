@@ -124,7 +124,7 @@ def test_the_other_node_goes_on_when_one_is_lost(tmp_path):
     # The global batch is the same at every world size, so the curve is too, up to rounding.
     alone = tmp_path / "alone"
     alone.mkdir()
-    train(alone, num_steps, "no dropout", nproc_per_node=1)
+    train(alone, num_steps, "no dropout")
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
 
 
