@@ -164,8 +164,10 @@ class _Run:
         except (DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError) as error:
             raise InfrastructureError(f"the kernel failed: {error}") from error
         finally:
-            # nbclient keeps this after a start that failed, and raises when the process ends.
-            atexit.unregister(self.client._cleanup_kernel)
+            if self.client.km is None:
+                # The kernel has been ended. After a start that failed, nbclient keeps this, and it
+                # would raise when the process ends.
+                atexit.unregister(self.client._cleanup_kernel)
             if self.guard is not None:
                 self.guard.stop()
         self.nb_man.nb.metadata.pop("widgets", None)
