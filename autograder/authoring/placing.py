@@ -11,7 +11,6 @@ from pathlib import Path
 from autograder.course.course import RELEASED, CourseError
 from autograder.files import write_whole
 
-MARK = RELEASED  # the files that are ours, one a line
 # What an earlier version wrote and kept.
 _FOLDERS = ("autograder", "lib", "labs", "solutions", "notebooks")
 _FILES = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py", "course.toml")
@@ -23,7 +22,7 @@ def earlier_files(folder: Path) -> list[str]:
     """The files of an earlier release in the folder, relative to it; none in a new one."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
-    mark = folder / MARK
+    mark = folder / RELEASED
     if not folder.is_dir() or not mark.is_file():
         raise CourseError(f"{folder} is not empty, and no earlier release: name another folder")
     names = _listed(folder) or _of_earlier_version(folder)
@@ -34,7 +33,7 @@ def earlier_files(folder: Path) -> list[str]:
 
 def _listed(folder: Path) -> list[str]:
     """The list in the mark; empty if an earlier version wrote it."""
-    return (folder / MARK).read_text("utf-8").splitlines()[1:]
+    return (folder / RELEASED).read_text("utf-8").splitlines()[1:]
 
 
 def _of_earlier_version(folder: Path) -> list[str]:
@@ -51,7 +50,7 @@ def _move_aside(folder: Path) -> None:
     """
     aside = folder / "build" / "before-release"
     for child in sorted(folder.iterdir()):
-        if child.name not in (*_FOLDERS, *_FILES, *_KEPT, MARK):
+        if child.name not in (*_FOLDERS, *_FILES, *_KEPT, RELEASED):
             aside.mkdir(parents=True, exist_ok=True)
             shutil.move(child, aside / child.name)
 
@@ -66,7 +65,7 @@ def put_in_place(draft: Path, folder: Path, earlier: Sequence[str]) -> None:
             "move them away"
         )
     folder.mkdir(exist_ok=True)
-    if (folder / MARK).is_file() and not _listed(folder):
+    if (folder / RELEASED).is_file() and not _listed(folder):
         _move_aside(folder)
     head = "Written by `autograder release`, which replaces these files and no others:"
     # Before anything is moved: an interrupted release knows the files of both.
@@ -88,4 +87,4 @@ def put_in_place(draft: Path, folder: Path, earlier: Sequence[str]) -> None:
 
 
 def _write_mark(folder: Path, lines: Sequence[str]) -> None:
-    write_whole(folder / MARK, "".join(f"{line}\n" for line in lines).encode(), mode=0o644)
+    write_whole(folder / RELEASED, "".join(f"{line}\n" for line in lines).encode(), mode=0o644)

@@ -35,7 +35,6 @@ from autograder.authoring.lectures import (
     write_for_students,
 )
 from autograder.authoring.notebooks import edited_by_hand
-from autograder.authoring.placing import MARK as MARK
 from autograder.authoring.placing import earlier_files, put_in_place
 from autograder.course.calendar import say_time
 from autograder.course.course import Course, CourseError

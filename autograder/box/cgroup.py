@@ -35,7 +35,7 @@ _ENTER = 'echo 0 >"$0/cgroup.procs" && exec "$@"'
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupsFolder:
     """Where groups can be made.
 
     Attributes:
@@ -98,7 +98,7 @@ class Group:
 
 def make_group(name: str, limits: Limits) -> Group | None:
     """Makes a group with these limits; None if this machine does not let us make groups."""
-    place = find_place()
+    place = find_groups_folder()
     if place.root is None:
         return None
     group = Group(place.root / name)
@@ -116,28 +116,28 @@ def make_group(name: str, limits: Limits) -> Group | None:
 
 def remove_group(name: str) -> None:
     """Removes the group of this name that a killed grader left, and kills its processes."""
-    place = find_place()
+    place = find_groups_folder()
     if place.root is not None:
         Group(place.root / name).remove()
 
 
 @functools.cache
-def find_place() -> Place:
+def find_groups_folder() -> GroupsFolder:
     """Looks for a part of the tree that was delegated to us, and tests it once (cached)."""
     mount = _mount()
     if mount is None:
-        return Place(None, (), "no cgroup v2 file system is mounted")
+        return GroupsFolder(None, (), "no cgroup v2 file system is mounted")
     if chosen := os.environ.get(ROOT_VARIABLE):
         root = Path(chosen)
         if not (root / "cgroup.procs").is_file():
-            return Place(None, (), f"{ROOT_VARIABLE}: {chosen} is not a cgroup v2 folder")
+            return GroupsFolder(None, (), f"{ROOT_VARIABLE}: {chosen} is not a cgroup v2 folder")
     else:
         own = _own_group(mount)
         ours = [] if own is None else [own] if own.name != _OWN else [own, own.parent]
         root = next(filter(_is_delegated, ours), None)
         if root is None:
             how = "systemd-run --user --scope -p Delegate=yes autograder grade … delegates one"
-            return Place(None, (), f"this process's cgroup is not delegated to it: {how}")
+            return GroupsFolder(None, (), f"this process's cgroup is not delegated to it: {how}")
     try:
         controllers = _prepare(root)
         trial = Group(root / f"md-trial-{os.getpid()}")
@@ -154,11 +154,13 @@ def find_place() -> Place:
             trial.remove()
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
-        return Place(None, (), f"{root}: no process can be moved there: {(lines or ['?'])[-1]}")
+        return GroupsFolder(
+            None, (), f"{root}: no process can be moved there: {(lines or ['?'])[-1]}"
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        return Place(None, (), f"{root}: {error}")
+        return GroupsFolder(None, (), f"{root}: {error}")
     bounded = ", ".join(controllers) or "no controller is available, processes are only ended there"
-    return Place(root, controllers, f"{root}: {bounded}")
+    return GroupsFolder(root, controllers, f"{root}: {bounded}")
 
 
 def _prepare(root: Path) -> tuple[str, ...]:

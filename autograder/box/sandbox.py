@@ -48,9 +48,9 @@ from autograder.criteria.limits import Limits
 
 _PACKAGE = Path(__file__).parents[1]
 # The parts of this package that a box shows, because they run beside student code. All other parts
-# are trusted and absent.
+# are trusted and absent. "py" is py.typed.
 _OURS = "criteria/*/ours.py"  # see `Criterion.stand_ins`
-_SHOWN = frozenset({"__init__", "py", "inside", "criteria"})
+_SHOWN_IN_BOX = frozenset({"__init__", "py", "inside", "criteria"})
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 # In nbgrader's older versions, the exchange folder, with everybody's submissions, is below /usr.
 _HIDDEN = ("/usr/local/share/nbgrader",)
@@ -342,7 +342,7 @@ def _trusted_names() -> set[tuple[str, ...]]:
     children = (*_PACKAGE.iterdir(), *_PACKAGE.glob("__pycache__/*"))
     stems = {child.name.partition(".")[0] for child in children}
     ours = {path.relative_to(_PACKAGE).with_suffix("").parts for path in _PACKAGE.glob(_OURS)}
-    return {(stem,) for stem in stems - _SHOWN - {"__pycache__", ""}} | ours
+    return {(stem,) for stem in stems - _SHOWN_IN_BOX - {"__pycache__", ""}} | ours
 
 
 @functools.cache

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-EXCHANGE = "exchange"  # for `watch`, in place of a folder
-# What 1 says of a command; of every one it says that the machine failed: a full disk, say.
+EXCHANGE = "exchange"  # `autograder watch exchange` watches nbgrader's exchange, not a folder
+# What exit code 1 of a command means, besides a failure of the machine, such as a full disk.
 FAILURES = {
     "init": "",
     "verify": "a lab is not proven",

@@ -86,11 +86,11 @@ def _add_status(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace, console: Console) -> int:
-    from autograder.records.progress_view import Status, to_json, watch
+    from autograder.records.progress_view import ProgressView, to_json, watch
 
     if options.every <= 0:
         raise ValueError(f"--every: expected more than 0 seconds, got {options.every:g}")
-    status = Status(Course.find(), options.lab)
+    status = ProgressView(Course.find(), options.lab)
     if options.json:
         print(json.dumps(to_json(status.refresh(), time.time()), indent=1))
     elif options.watch:

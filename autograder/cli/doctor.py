@@ -19,7 +19,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from autograder.box.cgroup import find_place
+from autograder.box.cgroup import find_groups_folder
 from autograder.box.sandbox import probe_support
 from autograder.cli.installation import foreign_code
 from autograder.course.course import Course, CourseError
@@ -34,7 +34,7 @@ _STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
 
 @dataclass(frozen=True)
-class Check:
+class Examined:
     """One thing that was checked.
 
     Attributes:
@@ -49,7 +49,7 @@ class Check:
     mend: str = ""
 
 
-def examine(course: Course | None) -> list[Check]:
+def examine(course: Course | None) -> list[Examined]:
     """Checks everything that grading needs; starts a sandbox, and asks Slurm with `sinfo`."""
     found = [
         *_packages(),
@@ -63,14 +63,16 @@ def examine(course: Course | None) -> list[Check]:
     ]
     if course is None:
         found.append(
-            Check("course", "missing", "not in a course", "change to it, or set AUTOGRADER_COURSE")
+            Examined(
+                "course", "missing", "not in a course", "change to it, or set AUTOGRADER_COURSE"
+            )
         )
     else:
         found += [_key(course), _privacy(course), *_labs(course), *_disk(course)]
     return [*found, _cluster()]
 
 
-def doctor_table(findings: list[Check]) -> Table:
+def doctor_table(findings: list[Examined]) -> Table:
     """One line per check, for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("what", "state", "found"):
@@ -83,97 +85,101 @@ def doctor_table(findings: list[Check]) -> Table:
     return table
 
 
-def _packages() -> Iterator[Check]:
+def _packages() -> Iterator[Examined]:
     for name in ("torch", "jupyterlab", "nbgrader", "papermill"):
         try:
-            yield Check(name, "ok", metadata.version(name))
+            yield Examined(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Check(name, "missing", "not installed", "make install")
+            yield Examined(name, "missing", "not installed", "make install")
 
 
-def _installation() -> Check:
+def _installation() -> Examined:
     if why := foreign_code():
         mend = f"use {sys.prefix}/bin/autograder, or `make install` here"
-        return Check("installation", "missing", why, mend)
-    return Check("installation", "ok", sys.prefix)
+        return Examined("installation", "missing", why, mend)
+    return Examined("installation", "ok", sys.prefix)
 
 
-def _kernels() -> Check:
+def _kernels() -> Examined:
     from jupyter_client.kernelspec import KernelSpecManager
 
     wanted = {f"torchrun-{get_lab(name).practice_world_size}" for name in lab_names()}
     there = KernelSpecManager().find_kernel_specs()
     if lacking := sorted(wanted - set(there)):
-        return Check("kernels", "missing", f"no {', '.join(lacking)}", "make install")
-    return Check("kernels", "ok", ", ".join(sorted(n for n in there if n.startswith("torchrun"))))
+        return Examined("kernels", "missing", f"no {', '.join(lacking)}", "make install")
+    return Examined(
+        "kernels", "ok", ", ".join(sorted(n for n in there if n.startswith("torchrun")))
+    )
 
 
-def _sandbox() -> Check:
+def _sandbox() -> Examined:
     support = probe_support()
     if support.works:
-        return Check("sandbox", "ok", support.reason)
+        return Examined("sandbox", "ok", support.reason)
     mend = (
         "install bubblewrap, Podman, Docker or Apptainer; what you trust is graded with --trusted"
     )
-    return Check("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
+    return Examined("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
 
 
-def _limits() -> Check:
-    place = find_place()
+def _limits() -> Examined:
+    place = find_groups_folder()
     if place.root is not None:
-        return Check("limits", "ok", f"by the kernel, in {place.reason}")
-    return Check("limits", "ok", f"counted from outside, twice a second ({place.reason})")
+        return Examined("limits", "ok", f"by the kernel, in {place.reason}")
+    return Examined("limits", "ok", f"counted from outside, twice a second ({place.reason})")
 
 
-def _devices() -> Iterator[Check]:
+def _devices() -> Iterator[Examined]:
     import torch
 
     count = torch.cuda.device_count()
     if not count:
-        yield Check("GPUs", "limited", "none: criteria that need one are BLOCKED, not counted")
+        yield Examined("GPUs", "limited", "none: criteria that need one are BLOCKED, not counted")
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        yield Check(f"GPU {index}", "ok", f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
+        yield Examined(
+            f"GPU {index}", "ok", f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+        )
 
 
-def _cores() -> Check:
+def _cores() -> Examined:
     from autograder.batch.grade_class import default_jobs
 
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     most = max(get_lab(name).grading_world_size for name in lab_names())
     jobs = default_jobs(most)
-    return Check("cores", "ok", f"{count}: {jobs} submissions at once, of {most} ranks at most")
+    return Examined("cores", "ok", f"{count}: {jobs} submissions at once, of {most} ranks at most")
 
 
-def _shared_memory() -> Check:
+def _shared_memory() -> Examined:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Check("/dev/shm", "limited", "not there: DataLoader's workers and NCCL need it")
+        return Examined("/dev/shm", "limited", "not there: DataLoader's workers and NCCL need it")
     free = shutil.disk_usage(folder).free
     if free < MIN_SHM_BYTES:
         mend = "for a container: --shm-size=1g"
-        return Check("/dev/shm", "limited", f"{free / (1 << 20):.0f} MiB free", mend)
-    return Check("/dev/shm", "ok", f"{free / GIB:.1f} GiB free")
+        return Examined("/dev/shm", "limited", f"{free / (1 << 20):.0f} MiB free", mend)
+    return Examined("/dev/shm", "ok", f"{free / GIB:.1f} GiB free")
 
 
-def _key(course: Course) -> Check:
+def _key(course: Course) -> Examined:
     try:
         course.key()
     except CourseError as error:
-        return Check("course key", "missing", str(error).split(":")[0], "autograder init")
-    return Check("course key", "ok", str(course.key_path))
+        return Examined("course key", "missing", str(error).split(":")[0], "autograder init")
+    return Examined("course key", "ok", str(course.key_path))
 
 
-def _privacy(course: Course) -> Check:
+def _privacy(course: Course) -> Examined:
     if open_ := course.readable_by_others():
         names = ", ".join(open_)
         mend = "chmod -R go-rwx them; students get what `autograder release` writes"
-        return Check("privacy", "limited", f"others on this machine can read {names}", mend)
-    return Check("privacy", "ok", "answers and grades are for this user only")
+        return Examined("privacy", "limited", f"others on this machine can read {names}", mend)
+    return Examined("privacy", "ok", "answers and grades are for this user only")
 
 
-def _labs(course: Course) -> Iterator[Check]:
+def _labs(course: Course) -> Iterator[Examined]:
     lacking = []
     for name in lab_names():
         try:
@@ -181,23 +187,23 @@ def _labs(course: Course) -> Iterator[Check]:
         except CourseError:
             lacking.append(name)
     if lacking:
-        yield Check("labs", "limited", f"not released: {', '.join(lacking)}", "make build")
+        yield Examined("labs", "limited", f"not released: {', '.join(lacking)}", "make build")
     else:
-        yield Check("labs", "ok", ", ".join(lab_names()))
+        yield Examined("labs", "ok", ", ".join(lab_names()))
 
 
-def _disk(course: Course) -> Iterator[Check]:
+def _disk(course: Course) -> Iterator[Examined]:
     place = course.build if course.build.is_dir() else course.root
     free = shutil.disk_usage(place).free
     enough = free >= MIN_FREE_BYTES
-    yield Check(
+    yield Examined(
         "disk",
         "ok" if enough else "limited",
         f"{free / GIB:.1f} GiB free at {place}",
         "" if enough else "a class leaves its notebooks and feedback there",
     )
     if not os.access(place, os.W_OK):
-        yield Check(
+        yield Examined(
             "disk",
             "missing",
             f"{place} cannot be written to",
@@ -206,7 +212,7 @@ def _disk(course: Course) -> Iterator[Check]:
         )
     kind = _file_system(place)
     if kind in NETWORK_FILE_SYSTEMS:
-        yield Check(
+        yield Examined(
             "gradebook",
             "limited",
             f"{place} is on {kind}, which SQLite's locks do not trust",
@@ -231,10 +237,10 @@ def _file_system(place: Path) -> str:
     return kind
 
 
-def _cluster() -> Check:
+def _cluster() -> Examined:
     if shutil.which("sbatch") is None:
         text = "no sbatch: --executor slurm is not possible from this machine"
-        return Check("Slurm", "limited", text)
+        return Examined("Slurm", "limited", text)
     try:
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%R"],
@@ -250,6 +256,6 @@ def _cluster() -> Check:
     if not ok:
         reason = (said.strip().splitlines() or ["sinfo failed"])[-1]
         mend = "ask who runs the cluster; SLURM_CONF names its configuration"
-        return Check("Slurm", "limited", f"sbatch is here, but sinfo fails: {reason}", mend)
+        return Examined("Slurm", "limited", f"sbatch is here, but sinfo fails: {reason}", mend)
     partitions = ", ".join(dict.fromkeys(said.split())) or "none"
-    return Check("Slurm", "ok", f"grade --executor slurm; partitions: {partitions}")
+    return Examined("Slurm", "ok", f"grade --executor slurm; partitions: {partitions}")

@@ -20,13 +20,13 @@ from typing import Any
 from rich.console import Console
 
 from autograder.batch import pool
-from autograder.batch.slurm.signals import handling
 from autograder.cli.arguments import EXCHANGE, EXIT_FAILED, EXIT_OK, add_how_to_grade, positive
 from autograder.cli.installation import check_installation
 from autograder.cli.stop import Stop
 from autograder.course.course import Course, CourseError
 from autograder.criteria import lab_names
 from autograder.plain_text import say
+from autograder.signals import handling
 
 PER_DAY, EVERY_S, SETTLE_S = 5, 10.0, 3.0
 _ONCE_WITHIN_S = 120.0  # `--once` waits this long for files that are still being written

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autograder.criteria.criterion import Lab, Status, Verdict
+from autograder.criteria.criterion import Lab, Verdict
 
 
 def apply_gates(lab: Lab, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
@@ -20,8 +20,7 @@ def apply_gates(lab: Lab, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     A criterion that could not be tested (INFRA, BLOCKED) closes no gate.
     """
     plain = [_without_rule(lab, verdict) for verdict in verdicts]
-    not_lost = (Status.PASS, Status.INFRA, Status.BLOCKED)
-    passed = {verdict.criterion for verdict in plain if verdict.status in not_lost}
+    passed = {verdict.criterion for verdict in plain if not verdict.status.is_lost}
     closed = [gate for gate in lab.gates if len(passed.intersection(gate.criteria)) < gate.needed]
     total = round(sum(verdict.points for verdict in plain), 6)  # without errors of floats
     gate = min(closed, key=lambda gate: gate.at_most, default=None)

@@ -42,6 +42,11 @@ class Status(StrEnum):
     BLOCKED = "BLOCKED"  # needs hardware that is not there; costs nothing
     INFRA = "INFRA"  # our own failure: not the student's, and the only one that is retried
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the submission has failed; not where the criterion could not be tested."""
+        return self not in (Status.PASS, Status.BLOCKED, Status.INFRA)
+
 
 @dataclass(frozen=True)
 class Draw:

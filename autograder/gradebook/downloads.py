@@ -24,8 +24,8 @@ import yaml
 from autograder.course.times import parse_time
 from autograder.gradebook.database import TIMESTAMP
 from autograder.gradebook.handed_in import HandedIn, Owner, files_below, git, unzipped
-from autograder.gradebook.unpack import TOOLS_OWN, WORK, DownloadError
-from autograder.submission.find import display_name
+from autograder.gradebook.unpack import WORK, DownloadError
+from autograder.submission.find import TOOLS_OWN, display_name
 
 METADATA = "submission_metadata.yml"
 _CANVAS = re.compile(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from autograder.gradebook.unpack import MAX_FILE_BYTES, TOOLS_OWN, DownloadError, unpack
-from autograder.submission.find import display_name
+from autograder.gradebook.unpack import MAX_FILE_BYTES, DownloadError, unpack
+from autograder.submission.find import TOOLS_OWN, display_name
 
 # A checkout's configuration runs nothing, and its owner does not matter.
 _GIT = ("git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
@@ -73,7 +73,7 @@ def files_below(folder: Path) -> dict[str, Path]:
     """Relative name -> file, for all files in a folder but those of tools."""
     found = {}
     for where, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in (*TOOLS_OWN, ".git"))
+        folders[:] = sorted(name for name in folders if name not in TOOLS_OWN)
         paths = [Path(where, name) for name in sorted(files) if name not in TOOLS_OWN]
         found |= {str(path.relative_to(folder)): path for path in paths}
     return found

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from autograder.plain_text import listed
-from autograder.submission.find import display_name
+from autograder.submission.find import TOOLS_OWN, display_name
 
 MAX_FILE_BYTES = 1 << 30
 MAX_BYTES = 16 << 30
@@ -24,7 +24,6 @@ _SMALL_BYTES = 64 << 20  # below, the ratio does not matter
 _PIECE_BYTES = 1 << 20
 _SHOWN = 5
 WORK = ".collecting-"  # how names of our own folders begin, which may lie in the download
-TOOLS_OWN = ("__MACOSX", ".DS_Store", ".ipynb_checkpoints", "Thumbs.db")
 
 
 class DownloadError(ValueError):
@@ -84,7 +83,7 @@ def unpack(path: Path, into: Path) -> None:
 
 def _is_tools(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return ".git" in parts or any(part in TOOLS_OWN for part in parts)
+    return any(part in TOOLS_OWN for part in parts)
 
 
 def _check(path: Path, members: list[zipfile.ZipInfo], into: Path) -> None:

@@ -35,7 +35,6 @@ from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 
 MIN_WRONG, MIN_RIGHT = 15, 6
-_NOT_LOST = (Status.PASS, Status.INFRA, Status.BLOCKED)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Row:
         found = {}
         for name, want in self.expected.items():
             got = self.got.get(name, "")
-            right = got == want if want else bool(got) and got not in _NOT_LOST
+            right = got == want if want else bool(got) and Status(got).is_lost
             if got == Status.BLOCKED and name in self.extra:
                 right = True  # without the hardware, the criterion cannot be tested
             if not right:

@@ -19,7 +19,7 @@ from autograder.records.progress import Batch, Progress, Run, Tail
 MAX_NAMES = 12
 
 
-class Status:
+class ProgressView:
     """The batches of a course's journal; every `refresh` reads the new entries."""
 
     def __init__(self, course: Course, lab: str | None = None) -> None:
@@ -48,7 +48,9 @@ class Status:
         )
 
 
-def watch(status: Status, console: Console, every_s: float, clock: Callable[[], float]) -> None:
+def watch(
+    status: ProgressView, console: Console, every_s: float, clock: Callable[[], float]
+) -> None:
     """Shows the status every `every_s` seconds, until no grader is at work."""
     with Live(console=console, auto_refresh=False) as live:
         while True:

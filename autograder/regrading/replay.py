@@ -29,7 +29,7 @@ from autograder.submission.class_run import ClassRun
 
 
 @dataclass(frozen=True)
-class Row:
+class ReplayedCriterion:
     """One criterion's status in the record and in the replay; `NOTHING` if it does not exist."""
 
     name: str
@@ -54,7 +54,7 @@ class Replay:
     """
 
     grading: Grading
-    rows: tuple[Row, ...]
+    rows: tuple[ReplayedCriterion, ...]
     remarks: tuple[str, ...]
 
     @property
@@ -108,24 +108,24 @@ def _notebook(grading: Grading, class_run: ClassRun) -> NotebookNode:
     return intake.notebook
 
 
-def _read_again(grading: Grading, class_run: ClassRun) -> tuple[Row, ...]:
+def _read_again(grading: Grading, class_run: ClassRun) -> tuple[ReplayedCriterion, ...]:
     """The rows for a file that could not be graded: the file is read again, and nothing is run."""
     path = Path(grading.record.submission)
     intake = class_run.read(path)
     now = str(Status.INVALID) if intake.notebook is None else "a notebook"
     return tuple(
-        Row(c.criterion, c.status, now, c.message, intake.invalid or "")
+        ReplayedCriterion(c.criterion, c.status, now, c.message, intake.invalid or "")
         for c in grading.record.criteria
     )
 
 
-def _rows(then: dict[str, Verdict], verdicts: list[Verdict]) -> tuple[Row, ...]:
+def _rows(then: dict[str, Verdict], verdicts: list[Verdict]) -> tuple[ReplayedCriterion, ...]:
     now = {verdict.criterion: verdict for verdict in verdicts}
     rows = []
     for name in dict.fromkeys([*now, *then]):
         old, new = then.get(name), now.get(name)
         rows.append(
-            Row(
+            ReplayedCriterion(
                 name,
                 old.status if old else NOTHING,
                 new.status if new else NOTHING,

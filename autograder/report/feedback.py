@@ -26,7 +26,6 @@ from autograder.report.safe_html import SAFE
 from minidist.kernel.highlight import highlight_rank_cells
 
 NOT_YET = "Not graded yet: a person will read this. Until then it counts as nothing, not as wrong."
-_LOST = (Status.WRONG, Status.STUDENT_ERROR, Status.TIMEOUT, Status.RANK_LOST, Status.NOT_RUN)
 _HERE = Path(__file__).parent
 TEMPLATES = _HERE / "templates"
 _NOT_PLAIN = re.compile(r"[^ -~\t\n]")
@@ -117,14 +116,14 @@ class Feedback:
         """What went wrong; checks that tell the same stand together."""
         told: dict[tuple[Status, str], list[Check]] = {}
         for check in self.checks:
-            if check.status in _LOST:
+            if check.status.is_lost and check.status is not Status.INVALID:
                 told.setdefault((check.status, check.message), []).append(check)
         return list(told.values())
 
     @property
     def others(self) -> list[Check]:
         """What is right or could not be tested."""
-        return [c for c in self.checks if c.status not in (*_LOST, Status.INVALID)]
+        return [c for c in self.checks if not c.status.is_lost]
 
     @property
     def is_limited(self) -> bool:

@@ -34,7 +34,7 @@ from autograder.criteria.criterion import Criterion, Lab, Status, Verdict
 from autograder.referee.referee import Referee
 from autograder.submission.failed_cells import FailedCell, explain, read_failure
 from autograder.submission.outputs import Tidier
-from autograder.submission.rerun import Past
+from autograder.submission.rerun import CellToRerun
 from minidist.kernel.cell import printable
 
 START_TIMEOUT_S = 120.0
@@ -62,7 +62,7 @@ class Session:
     wall: Wall | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    worked: list[Past] = field(default_factory=list)  # to run again on fresh ranks
+    worked: list[CellToRerun] = field(default_factory=list)  # to run again on fresh ranks
     renumbered: dict[str, str] = field(default_factory=dict)  # In[n] of a rerun -> original In[n]
     restarts: int = 0
 
@@ -209,7 +209,7 @@ class _Run:
             self.session.on_verdict(verdict, time.monotonic() - began)
         kind = self.outcome["kind"]
         if check is None and meta.replay:
-            past = Past(cell.source, cell.execution_count or 0, meta.kind == "given")
+            past = CellToRerun(cell.source, cell.execution_count or 0, meta.kind == "given")
             self.session.worked.append(past.defining() if kind in BROKEN else past)
         # A rank that the emulated cluster has lost would miss in the next check, too.
         self.broken = kind in BROKEN or (check is not None and self.session.referee.misses_ranks())
@@ -263,7 +263,7 @@ class _Run:
                 f"the fault is in one of them; {found} may have told it.",
             )
         if second.status == Status.STUDENT_ERROR and verdict.status != Status.STUDENT_ERROR:
-            return verdict  # it fits theirs only, as it may
+            return verdict  # it may rely on details of the student's own functions
         return replace(second, message=f"Even with our {ours} (see {found}): {second.message}")
 
     def _shorten(self) -> bool:
@@ -408,7 +408,6 @@ def follows_from(
     criterion: Criterion, verdict: Verdict, earlier: Mapping[str, Verdict]
 ) -> list[str]:
     """The lost criteria that judge what a lost criterion relies on."""
-    not_lost = (Status.PASS, Status.BLOCKED, Status.INFRA)
-    if verdict.status in not_lost:
+    if not verdict.status.is_lost:
         return []
-    return [n for n in criterion.relies_on if n in earlier and earlier[n].status not in not_lost]
+    return [n for n in criterion.relies_on if n in earlier and earlier[n].status.is_lost]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autograder.criteria import get_lab, lab_names
 
-_TOOLS_OWN = (".git", ".ipynb_checkpoints", ".DS_Store", "__MACOSX")
+TOOLS_OWN = (".git", ".ipynb_checkpoints", ".DS_Store", "__MACOSX", "Thumbs.db")
 _HANDED_IN = (".ipynb", ".ipynb.txt", ".ipynb.json", ".py", ".html", ".zip", ".tar", ".gz", ".7z")
 # "lab1_ddp (2)" of browsers, "lab1_ddp-2" of Canvas, "lab1_ddp-Copy2" of Jupyter.
 _COPY = re.compile(r"(.*?)(?: ?\((\d{1,4})\)|(?:-Copy|-)(\d{1,4}))", re.IGNORECASE)
@@ -147,7 +147,7 @@ def _submissions(
 def _of_child(child: Path, inside: Path, lab: str, found: Found) -> Path | None:
     """The submission in something that a class's folder holds; else `found` says why not."""
     name = child.name
-    if name in _TOOLS_OWN:
+    if name in TOOLS_OWN:
         return None
     if not child.is_dir():
         if name.casefold().endswith(_HANDED_IN):

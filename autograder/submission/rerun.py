@@ -17,7 +17,7 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDe
 
 
 @dataclass(frozen=True)
-class Past:
+class CellToRerun:
     """A cell that fresh ranks run again.
 
     Attributes:
@@ -29,10 +29,10 @@ class Past:
     number: int
     given: bool = False
 
-    def defining(self) -> Past:
+    def defining(self) -> CellToRerun:
         return self if self.given else replace(self, source=definitions(self.source))
 
-    def quiet(self) -> Past:
+    def quiet(self) -> CellToRerun:
         return self if self.given else replace(self, source=without_calls(self.source))
 
 

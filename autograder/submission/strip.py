@@ -93,7 +93,7 @@ class Stripper:
     def _read_string(self, piece: bytes, at: int) -> int:
         assert self._string is not None
         found = _IN_STRING.match(piece, at)
-        assert found is not None  # it matches nothing, too
+        assert found is not None  # the pattern also matches an empty string
         room = len(_KEY) + 1 - len(self._string)
         self._string += piece[at : min(found.end(), at + room)]
         at = found.end()

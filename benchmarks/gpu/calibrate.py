@@ -16,9 +16,10 @@ import torch
 from harness import paired
 
 from gpu.device import DTYPES, known_gpu, matmul_precision, require_cuda, synchronize, use_device
-from gpu.recorder import Recorder, quartiles
+from gpu.recorder import Recorder
 from gpu.sizes import Sizes
 from minidist import cost
+from minidist.profile.paired import quartiles
 
 _GRAPH_LAUNCHES = 100  # of a captured graph
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import harness
 import torch
 
 from gpu.rows import make_row
+from minidist.profile.paired import quartiles
 
 T = TypeVar("T")
 _NO_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
@@ -185,18 +185,6 @@ class Recorder:
         if self._file is not None:
             self._file.write(json.dumps(event, allow_nan=False) + "\n")
             self._file.flush()
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile.
-
-    >>> quartiles([4.0, 1.0, 2.0, 3.0, 5.0]), quartiles([7.0])
-    ((2.0, 3.0, 4.0), (7.0, 7.0, 7.0))
-    """
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def free_memory() -> None:

@@ -16,7 +16,7 @@ from course import TestCourse
 from kernel_helper import wait_gone
 
 from autograder.box import cgroup
-from autograder.box.cgroup import Group, find_place, make_group
+from autograder.box.cgroup import Group, find_groups_folder, make_group
 from autograder.box.sandbox import probe_support
 from autograder.criteria.limits import MIB, Limits
 from autograder.proof.zoo import load_zoo
@@ -37,8 +37,8 @@ os.wait()
 """
 # What the process finds that was started in a group that is marked as systemd marks one.
 FINDS = """
-from autograder.box.cgroup import find_place
-place = find_place()
+from autograder.box.cgroup import find_groups_folder
+place = find_groups_folder()
 print(place.root, open("/proc/self/cgroup").read().split("0::")[1].strip())
 """
 
@@ -55,11 +55,11 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in wanted:
         (mount / "cgroup.subtree_control").write_text(f"+{name}")
     monkeypatch.setenv(cgroup.ROOT_VARIABLE, str(folder))
-    find_place.cache_clear()
+    find_groups_folder.cache_clear()
     try:
         yield folder
     finally:
-        find_place.cache_clear()
+        find_groups_folder.cache_clear()
         for below in sorted(folder.rglob("*"), reverse=True):
             if below.is_dir():
                 Group(below).remove()
@@ -179,19 +179,19 @@ def test_a_group_that_systemd_delegates_is_found_and_used(
 
 def test_a_place_that_is_none_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(cgroup.ROOT_VARIABLE, str(tmp_path))
-    find_place.cache_clear()
+    find_groups_folder.cache_clear()
     try:
-        place = find_place()
+        place = find_groups_folder()
         assert place.root is None
         assert make_group("md-one", Limits()) is None
         if cgroup._mount() is not None:
             assert place.reason == f"AUTOGRADER_CGROUP: {tmp_path} is not a cgroup v2 folder"
     finally:
-        find_place.cache_clear()
+        find_groups_folder.cache_clear()
 
 
 def _needs(name: str) -> None:
-    if name not in find_place().controllers:
+    if name not in find_groups_folder().controllers:
         pytest.skip(f"no {name} controller in the cgroup v2 tree")
 
 

@@ -22,9 +22,8 @@ from course import ROOT
 
 from autograder.__main__ import main
 from autograder.authoring import release
-from autograder.authoring.placing import MARK
 from autograder.authoring.release import Release, _course_options, find_missing, week_by_week
-from autograder.course.course import Course, CourseError
+from autograder.course.course import RELEASED, Course, CourseError
 from autograder.criteria import OURS, get_lab, lab_names
 
 RUN = 12  # tokens in a row that count as an answer
@@ -51,7 +50,7 @@ def write_release(*args, **options):
 def released(tmp_path_factory):
     folder = tmp_path_factory.mktemp("release") / "students"
     (folder / ".git").mkdir(parents=True)
-    (folder / MARK).touch()
+    (folder / RELEASED).touch()
     (folder / "old.py").touch()
     return write_release(Course(ROOT), folder, LABS)
 
@@ -273,7 +272,7 @@ def test_a_notebook_that_was_filled_in_is_not_handed_out(tmp_path):
     master.parent.mkdir(parents=True)
     folder = tmp_path / "students"
     folder.mkdir()
-    (folder / MARK).touch()
+    (folder / RELEASED).touch()
     (folder / "earlier").touch()
     with pytest.raises(CourseError, match="is missing: run `make build`"):
         write_release(course, folder, [lab])
@@ -317,7 +316,7 @@ def test_a_release_touches_only_what_it_made(tmp_path):
     assert {name for name in before - after if "lab1_ddp" in name} == set()
     assert f"labs/{gone}/{gone}.ipynb" in before - after
     assert not (folder / "labs" / gone).exists()
-    assert set((folder / MARK).read_text().splitlines()[1:]) == after - own - {MARK}
+    assert set((folder / RELEASED).read_text().splitlines()[1:]) == after - own - {RELEASED}
     for path in folder.rglob("*"):  # students read it; the course itself is private
         if path.relative_to(folder).as_posix() not in own:
             assert path.stat().st_mode & 0o444 == 0o444, path

@@ -23,7 +23,7 @@ from autograder.criteria import get_lab
 from autograder.records import progress as module
 from autograder.records.journal import Journal
 from autograder.records.progress import Announcer, Progress, Tail, birth
-from autograder.records.progress_view import Status, to_json, watch
+from autograder.records.progress_view import ProgressView, to_json, watch
 
 NOW = 1_000_000.0
 
@@ -68,7 +68,7 @@ def batch(course):
 
 
 def test_who_is_done_running_and_waiting(course, batch):
-    status = Status(course)
+    status = ProgressView(course)
     said = text(status, NOW + 30)
     assert "lab1_ddp on 3 ranks: 2 of 5 done (1 known before), 1 running, 2 waiting" in said
     assert f"process {os.getpid()} on" in said
@@ -83,7 +83,7 @@ def test_who_is_done_running_and_waiting(course, batch):
 
 
 def test_the_end_and_what_the_grader_could_not_do(course, batch):
-    status = Status(course)
+    status = ProgressView(course)
     assert status.refresh()[0].ended is None
     batch.done(made_record("lea"))
     batch.done(made_record("max", {"*": "INFRA"}))
@@ -108,7 +108,7 @@ def test_a_grader_that_was_killed_is_said_to_be_gone(course):
     )
     done = subprocess.run([sys.executable, "-c", code], check=True)
     assert done.returncode == 0
-    status = Status(course)
+    status = ProgressView(course)
     said = text(status)
     assert "is gone, and was not through: run the same command again" in said
     assert status.refresh()[0].alive() is False
@@ -116,7 +116,7 @@ def test_a_grader_that_was_killed_is_said_to_be_gone(course):
 
 
 def test_a_process_that_got_the_number_of_a_dead_one_is_not_taken_for_it(course, batch):
-    [shown] = Status(course).refresh()
+    [shown] = ProgressView(course).refresh()
     assert shown.alive() is True
     shown.born = "1"
     assert shown.alive() is False
@@ -134,9 +134,9 @@ def test_a_process_that_got_the_number_of_a_dead_one_is_not_taken_for_it(course,
 def test_the_reader_waits_for_no_lock_and_takes_none(course, batch):
     with open(course.journal_path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as a writer holds it
-        assert "2 of 5 done" in text(Status(course))
+        assert "2 of 5 done" in text(ProgressView(course))
     before = course.journal_path.read_bytes()
-    status = Status(course)
+    status = ProgressView(course)
     status.refresh()
     with open(course.journal_path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has it
@@ -174,7 +174,7 @@ def test_entries_that_are_no_times_or_numbers_do_no_harm(course, batch):
     announcer = Announcer(course.journal_path)
     infra = verdicts.Verdict("setup", verdicts.Status.INFRA, 0.0, 5.0, " \x1b[2J ")
     announcer.done(dataclasses.replace(made_record("lea"), criteria=(infra,)))
-    assert "lea INFRA 2 ?" in re.sub(" +", " ", text(Status(course)))
+    assert "lea INFRA 2 ?" in re.sub(" +", " ", text(ProgressView(course)))
 
 
 def test_a_lost_grader_elsewhere_is_forgotten_once_its_class_is_graded_again():
@@ -201,7 +201,7 @@ def test_two_that_handed_in_the_same_are_both_done(course):
     journal.append_record("k", made_record("ada"))
     announcer.done(made_record("ada"))
     announcer.done(made_record("kim"))  # from ada's record: nothing was run
-    assert "2 of 2 done" in text(Status(course))
+    assert "2 of 2 done" in text(ProgressView(course))
 
 
 def test_without_a_grading_it_says_so(course, capsys):
@@ -226,7 +226,7 @@ def test_watching_ends_when_nobody_grades(course, batch, monkeypatch):
 
     monkeypatch.setattr("autograder.records.progress_view.time.sleep", sleep)
     console = Console(width=110, file=io.StringIO(), record=True)
-    watch(Status(course), console, 2.0, lambda: NOW)
+    watch(ProgressView(course), console, 2.0, lambda: NOW)
     assert turns == [2.0] * 4
     assert "5 of 5 done" in console.export_text()
 

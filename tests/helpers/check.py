@@ -1,7 +1,8 @@
 """`make check`: style, types and tests of what has changed since the last commit, in a minute.
 
-The tests are those that have changed, and those that import a changed module of ours themselves.
-The slow ones are left out, and so is what does not fit into the minute: the last lines name it.
+The tests are those that have changed, those that import a changed module or its package, and those
+of a lab whose criteria have changed. The slow ones are left out, and so is what does not fit into
+the minute: the last lines name it.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ def module_of(name: str) -> str | None:
 
 
 def tests_of(changed: Sequence[str]) -> list[str]:
-    """Test files that have changed or that import a changed module."""
+    """Test files that have changed, or that test a changed module."""
     modules = {module for name in changed if (module := module_of(name))}
+    labs = {module.split(".")[2] for module in modules if module.startswith("autograder.criteria.")}
+    # Most packages hand out what is in their modules; the two packages at the top hold everything.
+    modules |= {package for m in modules if "." in (package := m.rpartition(".")[0])}
     found = []
     for file in sorted((ROOT / "tests").glob("*/test_*.py")):
         name = file.relative_to(ROOT).as_posix()
         imported = {name for _, name in imports_of(file)}
         imported |= {name.rpartition(".")[0] for name in imported}
-        if name in changed or modules & imported:
+        about = file.stem.removeprefix("test_")
+        if name in changed or modules & imported or any(lab.startswith(about) for lab in labs):
             found.append(name)
     return found
 

@@ -1,4 +1,4 @@
-"""Every file, folder and test that CONTRIBUTING.md names is there."""
+"""Each file, class and test that CONTRIBUTING.md names is there; the kernel names its files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("autograder", "labs", "lib", "notebooks", "solutions", "tests")
+FOLDERS = ("autograder", "book", "labs", "lib", "notebooks", "solutions", "tests")
 CODE = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"[\w.]+(/[\w.]+)*(\.(py|pyi|md|toml|txt|csv|cff)|/)")
 TEST = re.compile(r"\btest_\w+(?![\w.])")
@@ -34,3 +34,20 @@ def test_each_test_that_it_names_is_there():
     source = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert names
     assert names - set(re.findall(r"^def (test_\w+)", source, re.MULTILINE)) == set()
+
+
+def test_the_kernels_readme_names_each_of_its_files():
+    kernel = ROOT / "lib" / "minidist" / "kernel"
+    said = (kernel / "README.md").read_text("utf-8")
+    files = [path for path in kernel.rglob("*.py") if not path.name.startswith("__")]
+    names = [path.relative_to(kernel).as_posix() for path in files]
+    assert names
+    assert [name for name in sorted(names) if f"`{name}`" not in said] == []
+
+
+def test_each_class_that_it_names_is_there():
+    names = {word for word in _named() if re.fullmatch(r"([A-Z][a-z]+){2,}", word)}
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    there = set(re.findall(r"^class (\w+)", "".join(p.read_text("utf-8") for p in files), re.M))
+    assert names
+    assert names - there == set()

@@ -36,7 +36,7 @@ GRADER_FLOORS = [
     {"box"},
     {"course"},
     {"criteria"},  # which labs there are, what a criterion is, limits
-    {"plain_text", "files"},
+    {"plain_text", "files", "signals"},
 ]
 LIB_FLOORS = [
     {"__main__"},

@@ -24,10 +24,10 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from autograder.batch.slurm.on_node import run_task
-from autograder.batch.slurm.signals import handling
 from autograder.box.gpus import ALL, VISIBLE, divide, visible_gpus
 from autograder.course.slurm_options import SlurmOptions
 from autograder.criteria.limits import Limits
+from autograder.signals import handling
 
 COMMAND_WITHIN_S = 60.0
 CANCEL_WITHIN_S = 60.0

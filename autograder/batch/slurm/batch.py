@@ -14,12 +14,12 @@ from rich.console import Console
 
 from autograder.batch.slurm.backend import ENDED, QUEUED, RUNNING, Backend, Refused, Seen
 from autograder.batch.slurm.exchange_folder import BatchFolder, Result, Task
-from autograder.batch.slurm.signals import handling
 from autograder.course.course import Course, CourseError
 from autograder.course.slurm_options import TIME_MARGIN_S, SlurmOptions
 from autograder.plain_text import say
 from autograder.records.journal import Journal
 from autograder.records.record import Record
+from autograder.signals import handling
 from autograder.submission.class_run import ClassRun, executed_path
 from autograder.submission.find import Submission
 from autograder.submission.intake import sha256_of

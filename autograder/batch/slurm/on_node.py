@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autograder.batch.slurm.exchange_folder import COPIED, Result, Task
-from autograder.batch.slurm.signals import handling
 from autograder.files import write_whole
+from autograder.signals import handling
 from autograder.submission.scratch import remove_abandoned, scratch_folder
 from minidist.processes.tree import describe_exit
 

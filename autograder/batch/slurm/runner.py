@@ -27,10 +27,10 @@ from autograder.batch.slurm.exchange_folder import (
     new_batch,
     remove_old,
 )
-from autograder.batch.slurm.signals import handling
 from autograder.course.course import Course, CourseError
 from autograder.course.slurm_options import SlurmOptions
 from autograder.records.journal import Journal
+from autograder.signals import handling
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.without_run import known_record

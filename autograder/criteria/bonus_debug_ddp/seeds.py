@@ -105,7 +105,7 @@ def judge_seed_dropout(case: Case) -> Iterator[Finding]:
         first, again, larger = (arrays[k * world_size :][:world_size] for k in range(3))
         for a in range(world_size):
             for b in range(a):
-                # Two numbers, and not one, which may be chance.
+                # One equal number may be chance; two are not.
                 if np.isin(first[a], first[b]).sum() > 1:
                     yield Finding(
                         f"seed={seed}: ranks {b} and {a} draw the same numbers after the model "

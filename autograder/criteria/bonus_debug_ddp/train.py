@@ -27,7 +27,7 @@ LR = 0.3
 PER_RANK = 6  # samples of each rank
 
 
-class Record:
+class SamplesSeen:
     """What was seen in training: by a model and by copies of it.
 
     A copy that is trained in place of the model costs only `debug_train_zero_grad`.
@@ -39,7 +39,7 @@ class Record:
         self.path, self.was_saved = path, False
         self.trained: nn.Module | None = None  # the one that went forward last
 
-    def __deepcopy__(self, memo: Any) -> Record:
+    def __deepcopy__(self, memo: Any) -> SamplesSeen:
         return self
 
     def add(self, model: nn.Module, x: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class Recorded(nn.Module):
         self.classify = oracle.mlp(inputs, dtype)
         self.meter_module = nn.Module()
         self.meter_module.register_buffer("scale", torch.ones(1))
-        self.record = Record(path)
+        self.record = SamplesSeen(path)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
@@ -231,7 +231,7 @@ def judge_data(case: Case) -> Iterator[Finding]:
         seen = answer.get("seen")
         if not is_floats(seen) or not seen.size:
             yield Finding("no samples went through the model.", rank)
-        elif not (right := np.abs(seen - x[0, 0].item()) <= 1e-5).all():  # of nan, nothing holds
+        elif not (right := np.abs(seen - x[0, 0].item()) <= 1e-5).all():  # false for nan
             what = "some samples are not" if right.any() else "no sample is"
             epochs = [part.all() for part in np.array_split(right.ravel(), 2)]
             why = "Do all ranks share out one dataset, the same in every epoch?"

@@ -10,11 +10,11 @@ import numpy as np
 from autograder.criteria.bonus_elastic.training_job import (
     draw_job,
     expected_training,
-    for_rank_zero,
     judge_training,
     start_job,
 )
 from autograder.criteria.common.answers import is_floats, item_of, plain, same_array
+from autograder.criteria.common.checkpoint_files import rank_zero_only
 from autograder.criteria.common.survivors import TOO_EARLY, lives_on
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -46,7 +46,7 @@ def draw_rejoin(draw: Draw) -> list[Values]:
         for number in range(2)
     ]
     inputs |= {"ranks": ranks, "kills": kills}
-    return for_rank_zero(draw, inputs)
+    return rank_zero_only(draw, inputs)
 
 
 def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
@@ -174,7 +174,7 @@ def draw_preempted(draw: Draw) -> list[Values]:
     inputs = draw_job(draw, 3 * every, 6, every, rest=0)
     inputs["stops"] = [every + int(rng.integers(1, every)), 2 * every, every + 1]
     inputs["told"] = [None, None, [every, int(rng.integers(SAME_SIZE))]]
-    return for_rank_zero(draw, inputs)
+    return rank_zero_only(draw, inputs)
 
 
 def observe_preempted(path: Any, inputs: Values, context: Context) -> Values:

@@ -18,8 +18,13 @@ import torch.distributed as dist
 
 from autograder.criteria.bonus_elastic.saving import name_of, own_folder
 from autograder.criteria.common.answers import item_of, plain
-from autograder.criteria.common.checkpoint_files import is_state_of, rising_steps, state_of
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.common.checkpoint_files import (
+    is_state_of,
+    rising_steps,
+    state_of,
+    step_and_state,
+)
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
 def draw_agree(draw: Draw) -> list[Values]:
@@ -155,12 +160,7 @@ def _loaded(found: Any, inputs: Values) -> list[Any]:
     """[step or -1, whether the state is right]."""
     if found is None:
         return [-1, True]
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise TypeError(
-            f"load_together: expected (step, state) or None, got {type(found).__name__}"
-        )
-    step = integer(found[0], "step from load_together")
-    state = found[1]
+    step, state = step_and_state("load_together", found)
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         weight = state["model"].get("weight")
         if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":

@@ -32,7 +32,7 @@ from minidist.launch import run
 
 LARGE_NUMEL = 60_000  # 240 kB of float32
 SAVE_DEADLINE_S = 120.0
-OTHER_SECOND_S = 1.1  # after so long, a file that says when it was made says something else
+OTHER_SECOND_S = 1.1  # after this wait, a file that stores its time of writing has other bytes
 HOLD_S = 2.0  # the writer is delayed at most this long, to see which ranks do not wait for it
 
 
@@ -194,7 +194,7 @@ class _Known:
         if content == self.files[step]:
             return True
         if step not in self.repeats:
-            # A file may say when it was made, or by whom: then its bytes say nothing.
+            # A file may store when or by whom it was written: then its bytes differ each time.
             time.sleep(OTHER_SECOND_S)
             self.repeats[step] = self._write(step) == self.files[step]
         if self.repeats[step]:

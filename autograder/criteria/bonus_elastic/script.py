@@ -8,11 +8,11 @@ from typing import Any
 
 from autograder.criteria.bonus_elastic.training_job import (
     draw_job,
-    for_rank_zero,
     judge_training,
     start_job,
 )
 from autograder.criteria.common.answers import plain
+from autograder.criteria.common.checkpoint_files import rank_zero_only
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
@@ -27,7 +27,7 @@ def draw_script(draw: Draw) -> list[Values]:
     steps = 2 * every + int(rng.integers(1, every))
     batch = draw.world_size * int(rng.integers(2, 4)) + 1
     inputs = draw_job(draw, steps, batch, every, rest=1)
-    return for_rank_zero(draw, inputs)
+    return rank_zero_only(draw, inputs)
 
 
 def observe_script(path: Any, inputs: Values, context: Context) -> Values:

@@ -54,10 +54,6 @@ def draw_job(draw: Draw, num_batches: int, batch: int, every: int, rest: int) ->
     return inputs
 
 
-def for_rank_zero(draw: Draw, inputs: Values) -> list[Values]:
-    return [inputs] + [{} for _ in range(draw.world_size - 1)]
-
-
 # --- starting the script -------------------------------------------------------------------------
 
 

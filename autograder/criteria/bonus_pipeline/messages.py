@@ -24,6 +24,7 @@ from autograder.criteria.bonus_pipeline.emulated import (
 )
 from autograder.criteria.bonus_pipeline.plan import gpipe_of, one_f_one_b_everywhere
 from autograder.criteria.common import carried, oracle
+from autograder.criteria.common.emulated import sends_of
 from autograder.criteria.common.pretending import in_world_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Event
@@ -62,10 +63,6 @@ def _observe_alone(run_pipeline: Any, inputs: Values, context: Context) -> Value
     except Exception as error:
         return {"raised": f"{type(error).__name__}: {error}"[:300]}
     return parts.gradients_of(stage, 0)
-
-
-def _sends(case: Case, rank: int) -> list[Event]:
-    return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
 
 
 def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -152,7 +149,7 @@ def _still_here(case: Case, rank: int) -> int:
                 if issuer in _told_by(kinds[key], there) and at >= known.get(issuer, 0):
                     known[issuer] = at + 1
                     again.append(issuer)
-    return sum(e.key not in waited for e in _sends(case, rank))
+    return sum(e.key not in waited for e in sends_of(case, rank))
 
 
 def _told_by(event: Event, rank: int) -> tuple[int | None, ...]:
@@ -215,7 +212,7 @@ def judge_messages(case: Case) -> list[Finding]:
         ]
     for rank in range(n) if not findings else ():
         sent: dict[int, list[Event]] = {peer: [] for peer in range(n)}
-        for e in _sends(case, rank):
+        for e in sends_of(case, rank):
             sent[e.ranks[1]].append(e)
         for peer, messages in sent.items():
             num_bytes = sum(e.nbytes for e in messages)
@@ -250,8 +247,8 @@ def _too_early(case: Case) -> Iterator[Finding]:
     for rank in range(case.world_size):
         if count := _still_here(case, rank):
             yield Finding(
-                f"the call returns while {count} of this rank's {len(_sends(case, rank))} messages "
-                "may still be on their way: it has not waited for their handles, and nothing that "
-                "came later shows that they have arrived.",
+                f"the call returns while {count} of this rank's {len(sends_of(case, rank))} "
+                "messages may still be on their way: it has not waited for their handles, and "
+                "nothing that came later shows that they have arrived.",
                 rank,
             )

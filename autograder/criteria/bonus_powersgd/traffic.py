@@ -17,6 +17,7 @@ from autograder.criteria.bonus_powersgd.columns import expected_shape
 from autograder.criteria.bonus_powersgd.model import draw_gradients, parameters_for, run_step
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.common.emulated import of_every_rank
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Event
 
@@ -116,12 +117,6 @@ def _least_numbers(case: Case) -> int:
     return total
 
 
-def _all_steps(case: Case) -> list[list[list[Event]]] | list[Finding]:
-    found = [_steps(case, rank) for rank in range(case.world_size)]
-    problems = [steps for steps in found if isinstance(steps, Finding)]
-    return problems or [steps for steps in found if not isinstance(steps, Finding)]
-
-
 def _found_beside(case: Case, rank: int) -> str | None:
     """What is communication, but none of a step's means: before the steps, and barriers."""
     events = case.trace.events[rank]
@@ -143,7 +138,7 @@ def judge_calls(case: Case) -> Iterator[Finding]:
 
     Two are right, too: what is not compressed may travel with all P.
     """
-    for rank, steps in enumerate(_all_steps(case)):
+    for rank, steps in enumerate(of_every_rank(case, _steps)):
         if isinstance(steps, Finding):
             yield steps
             continue
@@ -167,7 +162,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
     shapes, rank_r = case.inputs[0]["shapes"], case.inputs[0]["rank"]
     whole = 4 * sum(math.prod(shape) for shape in shapes)
     least = 4 * _least_numbers(case)
-    for rank, steps in enumerate(_all_steps(case)):
+    for rank, steps in enumerate(of_every_rank(case, _steps)):
         if isinstance(steps, Finding):
             yield steps
             continue

@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.answers import as_number, is_floats
 from autograder.criteria.common.comm_hooks import as_future, refused
-from autograder.criteria.common.emulated import even_cluster
+from autograder.criteria.common.emulated import even_cluster, sends_of
 from autograder.criteria.common.tensor_memory import TensorMemory
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, named_ranks
 from minidist.emulate import Link, simulate
-from minidist.emulate.trace import Event
 
 NUMEL = 24_000  # numbers per rank; the tensor has one less, so equal chunks are impossible
 SHARE_OF_HALVES = 3  # every third number in 16 bits, too
@@ -74,11 +73,6 @@ def _others(inputs: Values, n: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _messages(case: Case, rank: int) -> list[Event]:
-    """The send events of a rank."""
-    return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
-
-
 def _runs(tensors: list[np.ndarray], op: str) -> Iterator[np.ndarray]:
     """The tensors, and what a ring makes of them in either direction, rounded after each step.
 
@@ -122,7 +116,7 @@ def _problem(case: Case) -> list[Finding]:
     """Findings because of which the traffic cannot be judged further."""
     if case.world_size == 1:
         return []
-    total = sum(m.nbytes for rank in range(case.world_size) for m in _messages(case, rank))
+    total = sum(m.nbytes for rank in range(case.world_size) for m in sends_of(case, rank))
     others = sorted(
         {
             e.collective
@@ -154,7 +148,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
     num_bytes = 4 * count + 2 * halves
     most = 2 * (n - 1) * (4 * math.ceil(count / n) + 2 * math.ceil(halves / n))
     for rank in range(n) if not findings and n > 1 else ():
-        messages = _messages(case, rank)
+        messages = sends_of(case, rank)
         sent = sum(m.nbytes for m in messages)
         if sent > most:
             reason = "More than one N-th of them goes on in a step."
@@ -184,7 +178,7 @@ def judge_neighbours(case: Case) -> Iterator[Finding]:
             return
     n = case.world_size
     for rank in range(n) if not findings and n > 1 else ():
-        reached = sorted({m.ranks[1] for m in _messages(case, rank)})
+        reached = sorted({m.ranks[1] for m in sends_of(case, rank)})
         if set(reached) - {(rank + 1) % n}:
             why = "In a ring every rank sends to the next one."
             if len(reached) > 1:
@@ -207,7 +201,7 @@ def judge_messages(case: Case) -> list[Finding]:
     chunk = math.ceil(len(case.inputs[0]["x"]) / n)
     for rank in range(n) if not findings and n > 1 else ():
         total = len(case.inputs[0]["x"])
-        largest = max((m.numel for m in _messages(case, rank)), default=0)
+        largest = max((m.numel for m in sends_of(case, rank)), default=0)
         if largest > chunk:
             why = "A rank that waits for a whole tensor before it sends leaves its link idle."
             if n > 2 and largest == (total - 1) // (n - 1):
@@ -220,7 +214,7 @@ def judge_messages(case: Case) -> list[Finding]:
                 )
             )
             continue
-        few = [m.numel for m in _messages(case, rank) if m.dtype == "float64"]
+        few = [m.numel for m in sends_of(case, rank) if m.dtype == "float64"]
         if max(few, default=0) > 1:
             findings.append(
                 Finding(
@@ -326,7 +320,7 @@ def judge_hook(case: Case) -> Iterator[Finding]:
                 and "float" in e.dtype
                 and e.numel > 50
             ]
-            sent = sum(m.numel for m in _messages(case, rank))
+            sent = sum(m.numel for m in sends_of(case, rank))
             if case.world_size > 1 and (reduced or sent < STEPS * count):
                 yield Finding(
                     "the gradients did not go through sends and receives: the hook has to call "

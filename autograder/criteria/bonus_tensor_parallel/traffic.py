@@ -26,6 +26,7 @@ from autograder.criteria.bonus_tensor_parallel.model import (
 from autograder.criteria.common import carried
 from autograder.criteria.common.answers import read_tensor
 from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.common.emulated import of_every_rank
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Collective, Event
 
@@ -94,12 +95,6 @@ def cost(events: list[Event]) -> float:
     return sum(e.nbytes * (1.0 if e.collective == "all_reduce" else 0.5) for e in events)
 
 
-def _all_passes(case: Case) -> list[dict[str, list[Event]]] | list[Finding]:
-    found = [passes_of(case, rank) for rank in range(case.world_size)]
-    problems = [each for each in found if isinstance(each, Finding)]
-    return problems or [each for each in found if not isinstance(each, Finding)]
-
-
 def _words(events: list[Event]) -> str:
     """Per kind of collective, how many there were, and their bytes together."""
     sizes: dict[str, list[int]] = {}
@@ -136,7 +131,7 @@ def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> Iterator[Fi
     right = solve(case.inputs[0], what)
     shares: list[dict[str, list[np.ndarray]]] = []
     whole = case.inputs[0]["x"].nbytes
-    for rank, sent in enumerate(_all_passes(case)):
+    for rank, sent in enumerate(of_every_rank(case, passes_of)):
         if isinstance(sent, Finding):
             yield sent
             continue
@@ -203,7 +198,7 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
     n, whole = case.world_size, case.inputs[0]["x"].nbytes
     right = solve(case.inputs[0])
     shares: list[dict[str, list[np.ndarray]]] = []
-    passes = _all_passes(case)
+    passes = of_every_rank(case, passes_of)
     expected = f"expected 2 all_gather and 2 reduce_scatter ({2 * whole} bytes each kind)"
     total: dict[str, float] = {direction: 0.0 for direction in DIRECTIONS}
     for sent in passes:

@@ -17,6 +17,7 @@ from autograder.criteria.bonus_zero import harness
 from autograder.criteria.bonus_zero.values import FIRST, SECOND
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, same_array
+from autograder.criteria.common.resumed import saved
 from autograder.criteria.common.tensor_memory import TensorMemory
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -34,12 +35,6 @@ def _step(optimizer: Any, parameters: Any, inputs: Values, step: int) -> None:
     optimizer.reduce()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _written(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def _read(blobs: list[bytes]) -> list[Any]:
@@ -74,13 +69,13 @@ def observe_saved(subject: Any, inputs: Values, context: Context) -> Values:
     context.broker.charge(0, "forward")
     state = save_shard(optimizer)
     context.broker.charge(0, "backward")
-    first = _written(state)
+    first = saved(state)
     count = _count_numbers(_read([first]), set())
     _step(optimizer, parameters, inputs, 1)
     return {
         "count": count,
         "first": np.frombuffer(first, dtype=np.uint8),
-        "later": np.frombuffer(_written(state), dtype=np.uint8),
+        "later": np.frombuffer(saved(state), dtype=np.uint8),
     }
 
 
@@ -157,7 +152,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
     for step in range(BEFORE):
         _step(optimizer, parameters, inputs, step)
-    blobs = _gathered(_written(save_shard(optimizer)))
+    blobs = _gathered(saved(save_shard(optimizer)))
     weights = {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(parameters)}
     others = harness.make_parameters(inputs | weights, context.device)
     loaded = zero(harness.make_groups(inputs, others), torch.optim.AdamW, **ADAMW)
@@ -181,9 +176,9 @@ def _kept_and_changed(subject: Any, inputs: Values, context: Context, blobs: lis
     parameters = harness.make_parameters(inputs, context.device)
     options = ADAMW | {"lr": OTHER_LR}
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **options)
-    before, saved = _rates(optimizer), _read(blobs)
+    before, shards = _rates(optimizer), _read(blobs)
     with TensorMemory() as memory:
-        load_shards(optimizer, saved)
+        load_shards(optimizer, shards)
     gc.collect()
     return {"kept": memory.alive_bytes(), "rates": [before, _rates(optimizer)]}
 
@@ -302,7 +297,7 @@ def observe_reshard(subject: Any, inputs: Values, context: Context) -> Values:
                 optimizer = zero(groups, torch.optim.RMSprop, **MOMENTUM)
                 for step in range(BEFORE):
                     _step(optimizer, parameters, inputs, step)
-                blobs = _gathered(_written(save_shard(optimizer)))
+                blobs = _gathered(saved(save_shard(optimizer)))
                 weights = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(parameters)}
                 weights = {key: value.copy() for key, value in weights.items()}
                 _go_on(optimizer, parameters, answer, f"on/{name}/")

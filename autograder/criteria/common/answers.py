@@ -26,6 +26,15 @@ def item_of(values: Any, number: int) -> Any:
     return values[number] if isinstance(values, list) and number < len(values) else None
 
 
+def unchanged(call: str, what: str, now: list[Any], before: list[Any]) -> None:
+    """Raises a ValueError if a call of the student's has changed a list that it was given."""
+    if now != before:
+        raise ValueError(
+            f"{call} has changed its argument {what}, and the next call gets it as it is then: "
+            f"it was {before}, now {now}"
+        )
+
+
 def is_floats(value: Any, shape: Sequence[int] | None = None) -> TypeGuard[np.ndarray]:
     """Whether `value` is an array of floating-point numbers, of `shape` if one is given."""
     is_array = isinstance(value, np.ndarray) and value.dtype.kind == "f"

@@ -135,15 +135,23 @@ def is_state(got: Any, expected: dict[str, Any]) -> bool:
         return False
 
 
+def step_and_state(function: str, found: Any) -> tuple[int, Any]:
+    """Reads a pair that `function` has returned.
+
+    Raises:
+        TypeError: it is none, or its step is no integer.
+    """
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise TypeError(f"{function}: expected (step, state) or None, got {type(found).__name__}")
+    return integer(found[0], f"step from {function}"), found[1]
+
+
 def newest_in(module: ModuleType, folder: Path, inputs: Values) -> list[Any]:
     """What load_newest returns, as [step, or -1 for None; whether the state is right]."""
-    found = module.load_newest(folder)
-    if found is None:
+    if (found := module.load_newest(folder)) is None:
         return [-1, True]
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise TypeError(f"load_newest: expected (step, state) or None, got {type(found).__name__}")
-    step = integer(found[0], "step from load_newest")
-    return [step, is_state_of(found[1], inputs, step)]
+    step, state = step_and_state("load_newest", found)
+    return [step, is_state_of(state, inputs, step)]
 
 
 def draw_weights(draw: Draw) -> list[Values]:

@@ -35,7 +35,7 @@ DEADLINE_S = 15.0
 WRITE_LIMIT_BYTES = 100_000
 MAX_CALLS = 20  # with a large write after them; an honest save makes six
 MAX_MOMENTS = 30  # an honest save has ten
-# A file system's clock ticks: a second write within a tick leaves the time of change as it is.
+# A file system's time moves in ticks; two writes in one tick have the same time of change.
 TICK_S = 0.05
 _CALLS = {
     "os.mkdir": "made a folder",
@@ -105,7 +105,7 @@ def deaths(save: Callable[[], Any], before: Path, place: Path) -> Iterator[Death
         yield death
         if death.ended == "hung":
             return
-        number = max(number, len(calls)) + 1  # the same write is the first after all of these
+        number = max(number, len(calls)) + 1  # all of these calls come before this write
 
 
 def run_to_its_end(save: Callable[[], Any]) -> bool:
@@ -152,7 +152,7 @@ def _run(
             write is deadly, 0 for any.
         watched: the folder whose changes are moments, too, and not only calls.
     """
-    # A file, not a pipe: that would be full some time, and whatever `save` starts may keep it open.
+    # A file, not a pipe: a pipe can fill up, and a process that `save` starts may keep it open.
     with tempfile.TemporaryFile() as told:
         pid = os.fork()
         if pid == 0:

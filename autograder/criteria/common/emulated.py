@@ -119,7 +119,15 @@ def holds_run(payload: Any, values: np.ndarray, scales: Iterable[float]) -> bool
     return False
 
 
-def of_every_rank(case: Case, read: Callable[[Case, int], Last]) -> list[Last] | list[Finding]:
-    """`read(case, rank)` of each rank; if any result has a `finding`, the findings only."""
+def sends_of(case: Case, rank: int) -> list[Event]:
+    """The events in which a rank began to send a message."""
+    return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
+
+
+def of_every_rank(
+    case: Case, read: Callable[[Case, int], Last | Finding]
+) -> list[Last] | list[Finding]:
+    """`read(case, rank)` of each rank; only the findings if any is one or has a `finding`."""
     found = [read(case, rank) for rank in range(case.world_size)]
-    return [it.finding for it in found if it.finding] or found  # type: ignore[attr-defined]
+    findings = [it if isinstance(it, Finding) else getattr(it, "finding", None) for it in found]
+    return [it for it in findings if it] or [it for it in found if not isinstance(it, Finding)]

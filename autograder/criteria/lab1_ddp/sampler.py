@@ -20,7 +20,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 VIRTUAL_WORLDS = (1, 2, 3, 4, 7)
 DEFAULTS = {"shuffle": True, "seed": 0, "tail": "pad"}
-EPOCHS = 12  # so many, that a right sampler does not drop one sample in each of them by chance
+EPOCHS = 12  # a right sampler hardly ever drops the same sample in so many epochs
 
 
 def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
@@ -46,7 +46,9 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
                 for index in _iterator(sampler):
                     indices.append(_whole(index, answer))
                     if len(indices) == 1 and not torch.equal(before, torch.get_rng_state()):
-                        answer["moved the global generator"] = True  # be it put back at the end
+                        answer["moved the global generator"] = (
+                            True  # even if it is restored at the end
+                        )
                 answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
                 if not torch.equal(before, torch.get_rng_state()):
                     answer["moved the global generator"] = True

@@ -183,7 +183,7 @@ def _devices_of_autocast(amp_step: Any, inputs: Values) -> list[str]:
     batch = tuple(torch.from_numpy(inputs[f"{n}/0"][0]).to(ELSEWHERE) for n in "xy")
     names = namespace(amp_step)
     places = {"DEVICE": torch.device(ELSEWHERE)} if "DEVICE" in names else {}
-    # No step comes of it: such data have no values. Autocast is asked before that shows.
+    # The step fails, because tensors on this device have no values. Autocast is called before that.
     with (
         contextlib.suppress(Exception),
         having(names, places),

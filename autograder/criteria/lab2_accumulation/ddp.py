@@ -290,7 +290,7 @@ def _draw_tokens(
             for i in range(k):
                 # One rank has mostly full micro-batches, and every rank has one sparse one.
                 sparse = rank != dense or (i == 0 and k > 1)
-                # Beside a very large one, nobody could see how a sparse one is counted.
+                # Beside a very large micro-batch, a wrong weight of a sparse one would not show.
                 full_shape = dense_shape if call == 0 else SHAPES[0]
                 shape = shapes[(rank + i) % len(shapes)] if sparse else full_shape
                 values[f"x/{call}/{i}"] = own.integers(VOCABULARY, size=shape)

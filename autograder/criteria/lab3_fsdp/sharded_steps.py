@@ -51,7 +51,7 @@ class Step:
         back = self.backward[0] if self.backward else end
         self.reductions = [c for i, c in mine if back < i < end and c.kind != "all_gather"]
         self.unfinished = [c for c in self.reductions if self.waited.get(c.key, end) >= end]
-        # By the values of now; and by those of any step, whether or not these are of now.
+        # The units that are found by this step's values, and those found by any step's values.
         changes = min(number, STEPS)  # of the parameters, so far
         self.units = self._units_by([changes], case)
         self.units_of_any_step = self._units_by(range(changes + 1), case)
@@ -179,7 +179,7 @@ class _Rank:
             and reaches_all(c, case.world_size)
         ]
         self.steps = [Step(case, rank, number, mine) for number in range(STEPS)]
-        # If one of these fails, there are fewer of them; that is judged elsewhere.
+        # If an evaluation fails, fewer of them are recorded; a different criterion judges that.
         made = sum(e.kind == "compute" for e in events) // LAYERS - 2 * STEPS
         self.evaluations = [Step(case, rank, STEPS + number, mine) for number in range(made)]
 

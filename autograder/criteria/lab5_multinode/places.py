@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NoReturn
 
-from autograder.criteria.common.answers import item_of, naming, plain
+from autograder.criteria.common.answers import item_of, naming, plain, unchanged
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 # --- node_places ---------------------------------------------------------------------------------
@@ -39,19 +39,13 @@ def observe_places(functions: Any, inputs: Values, context: Context) -> Values:
         for rank in range(sum(sizes)):
             with naming(call := f"locate({rank}, {sizes})"):
                 places[-1].append(_pair(locate(rank, given)))
-            _same(call, "local_sizes", given, sizes)
+            unchanged(call, "local_sizes", given, sizes)
         ranks.append([])
         for node, local in [(n, r) for n, size in enumerate(sizes) for r in range(size)]:
             with naming(call := f"global_rank({node}, {local}, {sizes})"):
                 ranks[-1].append(integer(global_rank(node, local, given), "global_rank"))
-            _same(call, "local_sizes", given, sizes)
+            unchanged(call, "local_sizes", given, sizes)
     return {"places": places, "ranks": ranks}
-
-
-def _same(call: str, what: str, now: list[Any], before: list[Any]) -> None:
-    """Raises a ValueError if a call has changed the list that it was given."""
-    if now != before:
-        raise ValueError(f"{call} has changed its argument {what}: it was {before}, now {now}")
 
 
 def _pair(place: Any) -> list[int]:
@@ -130,7 +124,7 @@ def observe_command(node_command: Any, inputs: Values, context: Context) -> Valu
     commands, script = [], list(inputs["script"])
     for node in range(inputs["num_nodes"]):
         command = node_command(script, node_rank=node, **job)
-        _same("node_command", "script", script, inputs["script"])
+        unchanged("node_command", "script", script, inputs["script"])
         if not isinstance(command, list | tuple) or not all(isinstance(c, str) for c in command):
             raise TypeError(f"node_command: expected a list of str, got {command!r}")
         commands.append(list(command))

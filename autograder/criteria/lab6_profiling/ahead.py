@@ -135,7 +135,8 @@ class DiskError(Exception):
     sector: int | None = None
 
 
-# The thread has something to put, and there is no room: a batch, the end, an error. Or no thread.
+# When the loop breaks off, the thread wants to put something into a full queue: a batch, the end or
+# an error. In the last case the loop has not begun, so that there need not be a thread.
 BREAKS = (
     "a loop broke off after 3 batches",
     "a loop broke off after 3 batches, when the source was through and the queue full",
@@ -282,7 +283,9 @@ def _observe_breaks(prefetch: Any, depth: int) -> Values:
         before_break.append(made[0])
         closes = _ends(getattr(loop, "close", lambda: None))
         del loop
-        left.append(_threads_beside(before) if closes else -1)  # -1: nobody knows
+        left.append(
+            _threads_beside(before) if closes else -1
+        )  # -1: close() hangs, so nobody can count
         after_break.append(made[0] - before_break[-1])
         in_put.append(_is_in_put(set(threading.enumerate()) - before))
         if not closes:

@@ -20,6 +20,7 @@ from autograder.criteria.common.answers import (
     naming,
     read,
     short,
+    unchanged,
     unit_hint,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
@@ -107,17 +108,8 @@ def observe_plans(plan_buckets: Any, inputs: Values, context: Context) -> Values
         sizes = list(case["sizes"])
         with naming(f"plan_buckets({sizes}, {case['cap']})"):
             plans.append(read_plan(plan_buckets(sizes, case["cap"]), "plan_buckets"))
-        _unchanged("plan_buckets", "sizes", sizes, case["sizes"])
+        unchanged("plan_buckets", "sizes", sizes, case["sizes"])
     return {"plans": plans}
-
-
-def _unchanged(function: str, what: str, now: list[Any], before: list[Any]) -> None:
-    """Raises a ValueError if a function has changed a list that it was given."""
-    if now != before:
-        raise ValueError(
-            f"{function} has changed its argument {what}, and the next call gets it as it is then: "
-            f"it was {before}, now {now}"
-        )
 
 
 def judge_plans(case: Case) -> Iterator[Finding]:
@@ -236,7 +228,7 @@ def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> 
             found = predict_step(*lists.values(), case["forward_s"], all_reduce_of(case))
             seconds.append(described_scalar(found))
         for name, value in lists.items():
-            _unchanged("predict_step", name, value, case[name])
+            unchanged("predict_step", name, value, case[name])
     return {"seconds": seconds}
 
 

@@ -141,8 +141,8 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
     yield False, run, "one loss is just above 10 % of the steps without the first"
 
     run = Run.quiet(rng, steps="ranks", small=0.0)
-    # Little is hidden, and the first step that counts shows it: what only misjudges these loses
-    # another criterion.
+    # In the first step that counts, little communication is hidden, so that the code's judgement
+    # of hidden communication, which has a criterion of its own, does not matter here.
     run.hide("communication", 0.02)
     run.add("communication", 0.03)
     run.add("communication", 0.15, None, [1])
@@ -152,8 +152,8 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
 
     run = Run.quiet(rng, small=0.0)
     run.across = str(rng.choice(["loader", "copy", "host"]))
-    # A little above the limit: without what began in the warm-up step it would be below, and so it
-    # would be without what goes on after the last one.
+    # A little above the limit. It falls below the limit if the part that began in the warm-up step
+    # is left out, or the part that ends after the last step.
     run.add(run.across, rng.uniform(0.104, 0.112))
     run.beyond = float(rng.uniform(0.05, 0.1))
     why = (

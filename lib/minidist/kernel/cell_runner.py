@@ -350,7 +350,7 @@ class CellRunner:
             self._failed_rank = min(s["rank"] for s in states if s["status"] == "error")
             answer = reply.error("error", errors["ename"], errors["evalue"], states)
             return {**answer, "traceback": errors["traceback"]}
-        return reply.ok(cell.replies.get(cell.outputs.plain, {}), states)
+        return reply.ok(cell.replies.get(cell.outputs.lowest, {}), states)
 
     async def interrupt(self) -> dict[str, Any]:
         """Start interrupting the running cell, if there is one."""

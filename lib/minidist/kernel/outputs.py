@@ -113,22 +113,22 @@ class Outputs:
     """Merges the outputs of `ranks` for one cell.
 
     Args:
-        ranks: ranks that run the cell; the output of the lowest ("plain") rank has no labels.
+        ranks: ranks that run the cell; the output of the lowest one has no labels.
         publish: sends a message of the given type and content to the notebook.
-        forward: passes a message of the plain rank on unchanged.
+        forward: passes a message of the lowest rank on unchanged.
     """
 
     def __init__(
         self, ranks: Iterable[int], publish: Publish, forward: Callable[[list[bytes]], None]
     ) -> None:
         self.ranks = sorted(ranks)
-        self.plain = self.ranks[0]
+        self.lowest = self.ranks[0]
         self._publish, self._forward = publish, forward
         self._texts: dict[tuple[int, str], _Text] = {}
         self._pictures: dict[int, list[str]] = {rank: [] for rank in self.ranks}
-        self._rich_left = {True: MAX_RICH_BYTES, False: MAX_RICH_BYTES}  # plain rank's?
+        self._rich_left = {True: MAX_RICH_BYTES, False: MAX_RICH_BYTES}  # lowest rank's?
         self._rich_dropped = 0
-        self._open: set[str] = set()  # streams in which the plain rank is in the middle of a line
+        self._open: set[str] = set()  # streams in which the lowest rank is in the middle of a line
         self._waited = 0
 
     def _text(self, rank: int, name: str) -> _Text:
@@ -137,7 +137,7 @@ class Outputs:
     def stream(self, rank: int, name: str, text: str, frames: list[bytes]) -> None:
         """`text` printed by `rank` to stdout or stderr."""
         kept = self._text(rank, name).add(text)
-        if rank != self.plain:
+        if rank != self.lowest:
             return
         if kept:
             (self._open.discard if kept.endswith("\n") else self._open.add)(name)
@@ -149,26 +149,26 @@ class Outputs:
     def rich(self, rank: int, kind: str, content: dict[str, Any], frames: list[bytes]) -> None:
         """A display, a result or anything else that is not printed text."""
         size = sum(map(len, frames))
-        fits = size <= self._rich_left[rank == self.plain]
+        fits = size <= self._rich_left[rank == self.lowest]
         data = content.get("data")
         if kind in ("display_data", "execute_result") and isinstance(data, dict):
             plain = data.get("text/plain")
             text = f"{plain if isinstance(plain, str) else ''}\n"
             held = self._text(rank, "stdout")
-            if rank == self.plain:  # the display itself is shown, so the cut loses nothing
+            if rank == self.lowest:  # the display itself is shown, so the cut loses nothing
                 text = text[: max(0, MAX_TEXT - held.screen.length)]
             held.add(text)
             if picture := _picture(data) if fits else "":
                 self._pictures[rank].append(picture)
         elif kind == "clear_output":
             self._pictures[rank].clear()
-        if rank != self.plain and kind not in ("display_data", "execute_result"):
-            return  # widgets and redrawn displays live on the plain rank only
+        if rank != self.lowest and kind not in ("display_data", "execute_result"):
+            return  # widgets and redrawn displays live on the lowest rank only
         if not fits:
             self._rich_dropped += size
             return
-        self._rich_left[rank == self.plain] -= size
-        if rank == self.plain:
+        self._rich_left[rank == self.lowest] -= size
+        if rank == self.lowest:
             self._open.clear()  # text after a figure begins a new line
             self._forward(frames)
 
@@ -182,16 +182,16 @@ class Outputs:
             self._rich_dropped += size
 
     def tick(self) -> None:
-        """Show output that already differs from the plain rank's; called while the cell runs."""
+        """Show output that already differs from the lowest rank's; called while the cell runs."""
         self._waited = self._waited + 1 if self._open else 0
         for (rank, name), held in list(self._texts.items()):
-            if rank == self.plain or held.screen.length == held.shown:
+            if rank == self.lowest or held.screen.length == held.shown:
                 continue
             if name in self._open and self._waited <= MAX_WAITED:
                 continue  # do not print into the middle of a line
             lines = held.screen.lines()
             own = _comparable(lines)
-            reference = _comparable(self._text(self.plain, name).screen.lines())
+            reference = _comparable(self._text(self.lowest, name).screen.lines())
             differs = held.shown or not (own.startswith(reference) or reference.startswith(own))
             if differs and len(lines) > held.shown:
                 same = 0 if held.shown else _num_same_lines(own, reference)
@@ -205,10 +205,10 @@ class Outputs:
         groups: dict[tuple[str, str, int], list[int]] = {}
         for rank in self.ranks:
             for name in ("stdout", "stderr"):
-                held, plain = self._text(rank, name), self._text(self.plain, name)
+                held, plain = self._text(rank, name), self._text(self.lowest, name)
                 text = held.screen.text()
                 own, reference = _comparable(text), _comparable(plain.screen.text())
-                if rank == self.plain or (not own and not reference):
+                if rank == self.lowest or (not own and not reference):
                     continue
                 if not held.shown and own == reference:
                     same.add(rank)
@@ -231,7 +231,7 @@ class Outputs:
 
     def _show_pictures(self) -> set[int]:
         """Show, folded, the other ranks' displays that differ; returns the ranks that differ."""
-        plain = self._pictures[self.plain]
+        plain = self._pictures[self.lowest]
         different = {r: own for r, own in self._pictures.items() if own and own != plain}
         if not different:  # as most often: no picture has to be searched
             return set()

@@ -9,7 +9,7 @@ from minidist.kernel.cell import printable
 
 
 def ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Content for a cell that succeeded, from the plain rank's `reply` and the ranks' `states`."""
+    """Content for a cell that succeeded, from the lowest rank's `reply` and the ranks' `states`."""
     keep = {
         key: reply[key]
         for key in ("payload", "user_expressions")

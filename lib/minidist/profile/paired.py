@@ -170,7 +170,11 @@ def slowest(seconds: float) -> float:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Lower quartile, median, upper quartile.
+
+    >>> quartiles([4.0, 1.0, 2.0, 3.0, 5.0]), quartiles([7.0])
+    ((2.0, 3.0, 4.0), (7.0, 7.0, 7.0))
+    """
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

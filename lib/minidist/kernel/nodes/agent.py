@@ -46,7 +46,7 @@ _FAILED = (
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
 
 
-class Agent:
+class NodeServer:
     """Serves one front."""
 
     def __init__(self, job: MultiNodeJob, keys: Keys) -> None:
@@ -266,7 +266,7 @@ def _say(job: MultiNodeJob, text: str) -> None:
 
 
 async def _run(job: MultiNodeJob, keys: Keys, wait_s: float | None) -> int:
-    return await Agent(job, keys).run(wait_s)
+    return await NodeServer(job, keys).run(wait_s)
 
 
 def main(argv: list[str]) -> int:
