@@ -8,6 +8,7 @@ process) and lists what is wrong.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -62,6 +63,16 @@ class Draw:
     def private(self, rank: int) -> np.random.Generator:
         """A generator for values that only `rank` may know."""
         return self.shared(f"rank {rank}")
+
+
+def per_rank(make: Callable[[np.random.Generator], Values]) -> Callable[[Draw], list[Values]]:
+    """A `draw` that makes each rank's inputs from values that only this rank may know."""
+
+    @functools.wraps(make)
+    def draw(source: Draw) -> list[Values]:
+        return [make(source.private(rank)) for rank in range(source.world_size)]
+
+    return draw
 
 
 @dataclass(frozen=True)

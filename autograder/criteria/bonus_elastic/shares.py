@@ -10,23 +10,20 @@ import numpy as np
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import finite_floats, item_of, plain, read_number
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, per_rank
 
 DTYPES = ("float32", "float64")  # of a model some of whose ranks are idle
 
 # --- elastic_share -------------------------------------------------------------------------------
 
 
-def draw_share(draw: Draw) -> list[Values]:
+@per_rank
+def draw_share(rng: np.random.Generator) -> Values:
     """Pairs [batch size, ranks]: all small ones, then some drawn ones, most of them uneven."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        asked = [[size, ranks] for ranks in range(1, 9) for size in range(1, 65)]
-        for ranks in (11, 13, 16):
-            asked.append([ranks * int(rng.integers(9, 90)) + int(rng.integers(1, ranks)), ranks])
-        inputs.append({"asked": asked})
-    return inputs
+    asked = [[size, ranks] for ranks in range(1, 9) for size in range(1, 65)]
+    for ranks in (11, 13, 16):
+        asked.append([ranks * int(rng.integers(9, 90)) + int(rng.integers(1, ranks)), ranks])
+    return {"asked": asked}
 
 
 def observe_share(share_of_batch: Any, inputs: Values, context: Context) -> Values:

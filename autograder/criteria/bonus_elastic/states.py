@@ -19,7 +19,7 @@ from autograder.criteria.common.answers import (
     read_array,
     returned,
 )
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, per_rank
 
 SLACK_BYTES = 64
 BEFORE, AFTER = 3, 2
@@ -29,29 +29,26 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 # --- elastic_reshard, elastic_own ----------------------------------------------------------------
 
 
-def draw_reshard(draw: Draw) -> list[Values]:
+@per_rank
+def draw_reshard(rng: np.random.Generator) -> Values:
     """Cases [ranks before, ranks after, numel], each with two vectors of drawn names and values.
 
     The first vector of a case is float64, the second float32.
     """
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        asked = [[4, 2, 4 * int(rng.integers(3, 9))]]
-        asked += [[m, n, int(rng.integers(30, 70)) * m + 1] for m, n in ((2, 3), (3, 2), (5, 3))]
-        asked += [
-            [3, 5, int(rng.integers(2, 4))],
-            [1, 4, int(rng.integers(9, 30))],
-            [4, 1, int(rng.integers(9, 30))],
-            [3, 3, int(rng.integers(9, 30))],
-        ]
-        names = [f"v{n}" for n in rng.permutation(100)[:2]]
-        values: Values = {"asked": asked, "names": names, "no_parts": True}
-        for number, (_, _, numel) in enumerate(asked):
-            for name, dtype in zip(names, (np.float64, np.float32), strict=True):
-                values[f"{name}/{number}"] = rng.normal(size=numel).astype(dtype)
-        inputs.append(values)
-    return inputs
+    asked = [[4, 2, 4 * int(rng.integers(3, 9))]]
+    asked += [[m, n, int(rng.integers(30, 70)) * m + 1] for m, n in ((2, 3), (3, 2), (5, 3))]
+    asked += [
+        [3, 5, int(rng.integers(2, 4))],
+        [1, 4, int(rng.integers(9, 30))],
+        [4, 1, int(rng.integers(9, 30))],
+        [3, 3, int(rng.integers(9, 30))],
+    ]
+    names = [f"v{n}" for n in rng.permutation(100)[:2]]
+    values: Values = {"asked": asked, "names": names, "no_parts": True}
+    for number, (_, _, numel) in enumerate(asked):
+        for name, dtype in zip(names, (np.float64, np.float32), strict=True):
+            values[f"{name}/{number}"] = rng.normal(size=numel).astype(dtype)
+    return values
 
 
 def _more(number: int) -> int:
@@ -240,17 +237,14 @@ def judge_own(case: Case) -> Iterator[Finding]:
 # --- elastic_adam --------------------------------------------------------------------------------
 
 
-def draw_adam(draw: Draw) -> list[Values]:
+@per_rank
+def draw_adam(rng: np.random.Generator) -> Values:
     """Parameters whose count is divisible by both numbers of ranks, and their gradients."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        before, after = (int(n) for n in rng.permutation([1, 2, 3, 4])[:2])
-        numel = 12 * int(rng.integers(2, 6))
-        values: Values = {"ranks": [before, after], "p": rng.normal(size=numel)}
-        values |= {f"g{step}": rng.normal(size=numel) for step in range(BEFORE + AFTER)}
-        inputs.append(values)
-    return inputs
+    before, after = (int(n) for n in rng.permutation([1, 2, 3, 4])[:2])
+    numel = 12 * int(rng.integers(2, 6))
+    values: Values = {"ranks": [before, after], "p": rng.normal(size=numel)}
+    values |= {f"g{step}": rng.normal(size=numel) for step in range(BEFORE + AFTER)}
+    return values
 
 
 def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:

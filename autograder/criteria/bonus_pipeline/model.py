@@ -9,41 +9,38 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common.answers import is_floats, item_of, read_number, unit_hint
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
+from autograder.criteria.criterion import Case, Context, Finding, Values, differs, integer, per_rank
 
 CASES = 8
 
 
-def draw(source: Draw) -> list[Values]:
+@per_rank
+def draw(rng: np.random.Generator) -> Values:
     """Stages, micro-batches, times, sizes, and upper limits of the bubble."""
-    inputs = []
-    for rank in range(source.world_size):
-        rng = source.private(rank)
-        cases = [
-            [
-                int(rng.integers(2, 33)),
-                int(rng.integers(1, 65)),
-                *rng.uniform(1e-3, 0.1, 2).tolist(),
-            ]
-            for _ in range(CASES)
+    cases = [
+        [
+            int(rng.integers(2, 33)),
+            int(rng.integers(1, 65)),
+            *rng.uniform(1e-3, 0.1, 2).tolist(),
         ]
-        cases[0][:2] = [1, 5]
-        # In the third and fourth the bubble is exactly the limit, without rounding in any formula.
-        many, stages = int(rng.integers(20, 41)), int(rng.integers(3, 8))
-        wanted: list[list[float]] = [[1, 0.1], [4, 0.9], [many, 1 / 128], [stages, 0.25]]
-        wanted.append([int(rng.integers(2, 33)), 1.0])  # any bubble will do
-        while len(wanted) < CASES:
-            stages, bubble = int(rng.integers(2, 33)), round(float(rng.uniform(0.03, 0.5)), 3)
-            exact = (stages - 1) * (1 - bubble) / bubble
-            if 0.01 < exact % 1 < 0.99:  # rounding of floats must not decide
-                wanted.append([stages, bubble])
-        sizes = [
-            [int(rng.integers(3, 17)), int(rng.integers(1, 65)), int(rng.integers(10**3, 10**8))]
-            for _ in range(CASES)
-        ]
-        sizes[0][0], sizes[1][0] = 1, 2
-        inputs.append({"cases": cases, "wanted": wanted, "sizes": sizes})
-    return inputs
+        for _ in range(CASES)
+    ]
+    cases[0][:2] = [1, 5]
+    # In the third and fourth the bubble is exactly the limit, without rounding in any formula.
+    many, stages = int(rng.integers(20, 41)), int(rng.integers(3, 8))
+    wanted: list[list[float]] = [[1, 0.1], [4, 0.9], [many, 1 / 128], [stages, 0.25]]
+    wanted.append([int(rng.integers(2, 33)), 1.0])  # any bubble will do
+    while len(wanted) < CASES:
+        stages, bubble = int(rng.integers(2, 33)), round(float(rng.uniform(0.03, 0.5)), 3)
+        exact = (stages - 1) * (1 - bubble) / bubble
+        if 0.01 < exact % 1 < 0.99:  # rounding of floats must not decide
+            wanted.append([stages, bubble])
+    sizes = [
+        [int(rng.integers(3, 17)), int(rng.integers(1, 65)), int(rng.integers(10**3, 10**8))]
+        for _ in range(CASES)
+    ]
+    sizes[0][0], sizes[1][0] = 1, 2
+    return {"cases": cases, "wanted": wanted, "sizes": sizes}
 
 
 def observe_bubble(functions: Any, inputs: Values, context: Context) -> Values:

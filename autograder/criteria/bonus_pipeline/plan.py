@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common.answers import described, item_of, read_pairs
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer, per_rank
 
 Step = tuple[str, int]
 FORWARD, BACKWARD = "forward", "backward"
@@ -22,33 +22,30 @@ FORWARD, BACKWARD = "forward", "backward"
 # --- cutting -------------------------------------------------------------------------------------
 
 
-def draw_cut(draw: Draw) -> list[Values]:
+@per_rank
+def draw_cut(rng: np.random.Generator) -> Values:
     """Layers of different costs, where equal layer counts make bad stages; and some easy cases.
 
     Some costs are whole numbers, some zero, the others fractions far below one, without rounding.
     """
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        cases: list[list[Any]] = [[[3, 1, 2], 1], [[5, 1, 1, 1], 4]]
-        # Sums that are as equal as possible (2, 4, 7) are not the cheapest cut (6, 6, 1).
-        k = int(rng.integers(2, 9))
-        cases.append([[2 * k, 4 * k, 6 * k, k], 3])
-        # Layers that only reshape cost nothing, wherever they are.
-        a, b, c = (int(cost) for cost in rng.integers(1, 30, 3))
-        cases.append([[0, a, 0, b, c, 0], 3])
-        while len(cases) < 10:
-            unit = 1 if len(cases) < 7 else 2.0**-10 if len(cases) < 9 else 2.0**-20
-            costs = [unit * int(c) for c in rng.integers(1, 30, int(rng.integers(6, 13)))]
-            if rng.random() < 0.5:
-                costs[-1] *= 4  # a head with a large vocabulary
-            stages = int(rng.integers(2, 6))
-            counts = [len(costs) * s // stages for s in range(stages + 1)]
-            by_count = max(sum(costs[a:b]) for a, b in pairwise(counts))
-            if by_count > 1.15 * least_cost(costs, stages):
-                cases.append([costs, stages])
-        inputs.append({"cases": cases})
-    return inputs
+    cases: list[list[Any]] = [[[3, 1, 2], 1], [[5, 1, 1, 1], 4]]
+    # Sums that are as equal as possible (2, 4, 7) are not the cheapest cut (6, 6, 1).
+    k = int(rng.integers(2, 9))
+    cases.append([[2 * k, 4 * k, 6 * k, k], 3])
+    # Layers that only reshape cost nothing, wherever they are.
+    a, b, c = (int(cost) for cost in rng.integers(1, 30, 3))
+    cases.append([[0, a, 0, b, c, 0], 3])
+    while len(cases) < 10:
+        unit = 1 if len(cases) < 7 else 2.0**-10 if len(cases) < 9 else 2.0**-20
+        costs = [unit * int(c) for c in rng.integers(1, 30, int(rng.integers(6, 13)))]
+        if rng.random() < 0.5:
+            costs[-1] *= 4  # a head with a large vocabulary
+        stages = int(rng.integers(2, 6))
+        counts = [len(costs) * s // stages for s in range(stages + 1)]
+        by_count = max(sum(costs[a:b]) for a, b in pairwise(counts))
+        if by_count > 1.15 * least_cost(costs, stages):
+            cases.append([costs, stages])
+    return {"cases": cases}
 
 
 def least_cost(costs: list[float], stages: int) -> float:
@@ -264,18 +261,16 @@ def judge_1f1b(case: Case) -> list[Finding]:
 # --- what a schedule keeps -----------------------------------------------------------------------
 
 
-def draw_kept(draw: Draw) -> list[Values]:
+@per_rank
+def draw_kept(rng: np.random.Generator) -> Values:
     """1F1B and GPipe schedules, and random ones that nobody would use."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, schedules = draw.private(rank), []
-        for _ in range(6):
-            m, stages = int(rng.integers(3, 9)), int(rng.integers(2, 7))
-            schedules.append(_at_random(rng, m))
-            schedules.append(one_f_one_b_of(int(rng.integers(stages)), stages, m))
-        schedules.append(gpipe_of(int(rng.integers(3, 9))))
-        inputs.append({"schedules": [[list(step) for step in steps] for steps in schedules]})
-    return inputs
+    schedules: list[Any] = []
+    for _ in range(6):
+        m, stages = int(rng.integers(3, 9)), int(rng.integers(2, 7))
+        schedules.append(_at_random(rng, m))
+        schedules.append(one_f_one_b_of(int(rng.integers(stages)), stages, m))
+    schedules.append(gpipe_of(int(rng.integers(3, 9))))
+    return {"schedules": [[list(step) for step in steps] for steps in schedules]}
 
 
 def _at_random(rng: np.random.Generator, m: int) -> list[Step]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import is_floats, read, read_array
 from autograder.criteria.common.pretending import pretending
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer, per_rank
 
 TOLERANCE = {"float32": 2e-4, "float64": 1e-8}
 
@@ -196,16 +196,14 @@ MEANS = {
 LARGE = 2**22
 
 
-def draw_mean(draw: Draw) -> list[Values]:
+@per_rank
+def draw_mean(rng: np.random.Generator) -> Values:
     """Private tensors of several shapes for every call."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, values = draw.private(rank), {}
-        for letter, (shapes, dtype) in MEANS.items():
-            for number, shape in enumerate(shapes):
-                values[f"{letter}{number}"] = np.asarray(rng.normal(size=shape), dtype=dtype)
-        inputs.append(values)
-    return inputs
+    values: Values = {}
+    for letter, (shapes, dtype) in MEANS.items():
+        for number, shape in enumerate(shapes):
+            values[f"{letter}{number}"] = np.asarray(rng.normal(size=shape), dtype=dtype)
+    return values
 
 
 def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:

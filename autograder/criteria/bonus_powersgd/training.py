@@ -23,7 +23,16 @@ from autograder.criteria.common.answers import (
     short,
     unit_hint,
 )
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
+from autograder.criteria.criterion import (
+    Case,
+    Context,
+    Draw,
+    Finding,
+    Values,
+    differs,
+    integer,
+    per_rank,
+)
 
 CASES = 6
 
@@ -31,27 +40,25 @@ CASES = 6
 # --- bytes and seconds ---------------------------------------------------------------------------
 
 
-def draw_planning(draw: Draw) -> list[Values]:
+@per_rank
+def draw_planning(rng: np.random.Generator) -> Values:
     """One model of one matrix, others with all kinds of tensors; networks of all speeds."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, cases = draw.private(rank), []
-        for number in range(CASES):
-            width = int(rng.integers(64, 512))
-            shapes = [[3 * width, width], [3 * width], [int(rng.integers(8, 64)), width, 3, 3]]
-            shapes += [[width], [2, 3], [], [width, int(rng.integers(100, 4000))]]
-            cases.append(
-                {
-                    "shapes": shapes if number else shapes[:1],
-                    "rank": int(rng.integers(1, 9)),
-                    "world_size": int(rng.integers(3, 100)),
-                    "latency_s": float(10 ** rng.uniform(-6, -3)),
-                    "bandwidth": float(10 ** rng.uniform(8, 11)),
-                    "compress_s": float(10 ** rng.uniform(-4, -2)),
-                }
-            )
-        inputs.append({"cases": cases})
-    return inputs
+    cases: list[Any] = []
+    for number in range(CASES):
+        width = int(rng.integers(64, 512))
+        shapes = [[3 * width, width], [3 * width], [int(rng.integers(8, 64)), width, 3, 3]]
+        shapes += [[width], [2, 3], [], [width, int(rng.integers(100, 4000))]]
+        cases.append(
+            {
+                "shapes": shapes if number else shapes[:1],
+                "rank": int(rng.integers(1, 9)),
+                "world_size": int(rng.integers(3, 100)),
+                "latency_s": float(10 ** rng.uniform(-6, -3)),
+                "bandwidth": float(10 ** rng.uniform(8, 11)),
+                "compress_s": float(10 ** rng.uniform(-4, -2)),
+            }
+        )
+    return {"cases": cases}
 
 
 def _shapes(case: Values) -> list[tuple[int, ...]]:

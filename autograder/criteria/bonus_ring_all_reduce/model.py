@@ -9,28 +9,25 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common.answers import item_of, returned, unit_hint
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
+from autograder.criteria.criterion import Case, Context, Finding, Values, differs, per_rank
 
 KINDS = 5
 CASES = 2 * KINDS + 1
 
 
-def draw(source: Draw) -> list[Values]:
+@per_rank
+def draw(rng: np.random.Generator) -> Values:
     """Sizes, clusters and seconds, each case within 10 % of where ring and tree take equally long.
 
     For each kind of world size (a power of two, one or two more, one or two less, any, one more
     than a large power of two) the ring is faster by a little, and then the tree; both have the same
     size, so that no size decides. Between two ranks the ring is always faster.
     """
-    inputs = []
-    for rank in range(source.world_size):
-        rng = source.private(rank)
-        cases = [case for kind in range(KINDS) for case in _two_cases(kind, rng)]
-        latency_s, bandwidth = cases[0][2:]
-        cases.append([float(round(latency_s * bandwidth * rng.uniform(0.5, 2))), 2, *cases[0][2:]])
-        seconds = [float(ring_s(*case) * rng.uniform(1.1, 2.0)) for case in cases]  # pyright: ignore
-        inputs.append({"cases": cases, "seconds": seconds})
-    return inputs
+    cases = [case for kind in range(KINDS) for case in _two_cases(kind, rng)]
+    latency_s, bandwidth = cases[0][2:]
+    cases.append([float(round(latency_s * bandwidth * rng.uniform(0.5, 2))), 2, *cases[0][2:]])
+    seconds = [float(ring_s(*case) * rng.uniform(1.1, 2.0)) for case in cases]  # pyright: ignore
+    return {"cases": cases, "seconds": seconds}
 
 
 def _two_cases(kind: int, rng: np.random.Generator) -> list[list[float]]:

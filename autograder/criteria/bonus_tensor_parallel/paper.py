@@ -8,29 +8,26 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common.answers import read_number, unit_hint
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
+from autograder.criteria.criterion import Case, Context, Finding, Values, differs, per_rank
 
 CASES = 6
 
 
-def draw(source: Draw) -> list[Values]:
+@per_rank
+def draw(rng: np.random.Generator) -> Values:
     """Batches, tokens, widths, bytes per number, ranks."""
-    inputs = []
-    for rank in range(source.world_size):
-        rng = source.private(rank)
-        cases = [
-            [
-                int(rng.integers(1, 9)),
-                int(rng.integers(100, 4000)),
-                64 * int(rng.integers(2, 200)),
-                int(rng.choice([2, 4])),
-                int(rng.integers(3, 65)),
-            ]
-            for _ in range(CASES)
+    cases = [
+        [
+            int(rng.integers(1, 9)),
+            int(rng.integers(100, 4000)),
+            64 * int(rng.integers(2, 200)),
+            int(rng.choice([2, 4])),
+            int(rng.integers(3, 65)),
         ]
-        cases[0][-1], cases[1][-1] = 1, 2
-        inputs.append({"cases": cases})
-    return inputs
+        for _ in range(CASES)
+    ]
+    cases[0][-1], cases[1][-1] = 1, 2
+    return {"cases": cases}
 
 
 def observe(functions: Any, inputs: Values, context: Context) -> Values:

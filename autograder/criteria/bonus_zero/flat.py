@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common.answers import item_of, read, read_array, same_array, told
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, per_rank
 
 # --- flat vectors --------------------------------------------------------------------------------
 
@@ -175,34 +175,31 @@ def judge_unflatten(case: Case) -> Iterator[Finding]:
 COUNT = 9
 
 
-def draw_groups(draw: Draw) -> list[Values]:
+@per_rank
+def draw_groups(rng: np.random.Generator) -> Values:
     """Groups of parameter numbers; some parameters are frozen, some occur twice."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        frozen = sorted(int(i) for i in rng.choice(np.arange(1, COUNT), size=2, replace=False))
-        order = [int(i) for i in rng.permutation(COUNT)]
-        third = COUNT // 3
-        parts = [order[:third], order[third : 2 * third], order[2 * third :]]
-        again = next(i for i in parts[0] if i not in frozen)
-        lr = float(rng.uniform(0.1, 1))
-        cases: list[Values] = [
-            {"plain": True, "groups": [[order, {}]]},
-            {"plain": True, "groups": [[[*order, again, order[0]], {}]]},
-            {
-                "plain": False,
-                "groups": [
-                    [parts[0], {"lr": lr, "weight_decay": 0.0}],
-                    [[*parts[1], again, again], {"betas": [0.5, 0.6]}],
-                    [frozen, {"lr": 2 * lr}],
-                    [[again], {"eps": lr}],
-                    [parts[2], {}],
-                ],
-            },
-            {"plain": False, "single": True, "groups": [[[again], {"lr": lr}]]},
-        ]
-        inputs.append({"cases": cases, "frozen": frozen})
-    return inputs
+    frozen = sorted(int(i) for i in rng.choice(np.arange(1, COUNT), size=2, replace=False))
+    order = [int(i) for i in rng.permutation(COUNT)]
+    third = COUNT // 3
+    parts = [order[:third], order[third : 2 * third], order[2 * third :]]
+    again = next(i for i in parts[0] if i not in frozen)
+    lr = float(rng.uniform(0.1, 1))
+    cases: list[Values] = [
+        {"plain": True, "groups": [[order, {}]]},
+        {"plain": True, "groups": [[[*order, again, order[0]], {}]]},
+        {
+            "plain": False,
+            "groups": [
+                [parts[0], {"lr": lr, "weight_decay": 0.0}],
+                [[*parts[1], again, again], {"betas": [0.5, 0.6]}],
+                [frozen, {"lr": 2 * lr}],
+                [[again], {"eps": lr}],
+                [parts[2], {}],
+            ],
+        },
+        {"plain": False, "single": True, "groups": [[[again], {"lr": lr}]]},
+    ]
+    return {"cases": cases, "frozen": frozen}
 
 
 def observe_groups(trainable_groups: Any, inputs: Values, context: Context) -> Values:

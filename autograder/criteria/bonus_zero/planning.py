@@ -13,33 +13,31 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import item_of, read, read_number, short, unit_hint
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer, per_rank
 
 # --- formulas ------------------------------------------------------------------------------------
 
 Share = Callable[[list[int], int], Any]  # (sizes, ranks) -> numbers that a rank has
 
 
-def draw_planning(draw: Draw) -> list[Values]:
+@per_rank
+def draw_planning(rng: np.random.Generator) -> Values:
     """Groups of very different sizes, for every stage."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, cases = draw.private(rank), []
-        for stage in (0, 1, 2, 3, 0, 1, 2, 3):
-            count = int(rng.integers(1, 6))
-            sizes = [int(10 ** rng.uniform(0, 9)) for _ in range(count)]
-            cases.append(
-                {
-                    "sizes": [*sizes, 1],
-                    "ranks": int(rng.integers(3, 70)),
-                    "stage": stage,
-                    "micro": int(rng.integers(2, 9)),
-                }
-            )
-        cases.append({"sizes": [2**54 + 1], "ranks": 2, "stage": 2, "micro": 1})
-        cases.append({"sizes": [100, 7], "ranks": 1, "stage": 1, "micro": 3})
-        inputs.append({"cases": cases})
-    return inputs
+    cases: list[Any] = []
+    for stage in (0, 1, 2, 3, 0, 1, 2, 3):
+        count = int(rng.integers(1, 6))
+        sizes = [int(10 ** rng.uniform(0, 9)) for _ in range(count)]
+        cases.append(
+            {
+                "sizes": [*sizes, 1],
+                "ranks": int(rng.integers(3, 70)),
+                "stage": stage,
+                "micro": int(rng.integers(2, 9)),
+            }
+        )
+    cases.append({"sizes": [2**54 + 1], "ranks": 2, "stage": 2, "micro": 1})
+    cases.append({"sizes": [100, 7], "ranks": 1, "stage": 1, "micro": 3})
+    return {"cases": cases}
 
 
 def observe_memory(memory_per_rank: Any, inputs: Values, context: Context) -> Values:

@@ -16,7 +16,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle, weights
 from autograder.criteria.common.answers import read_array, same_array
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, per_rank
 
 SIZES = (6, 9, 5, 3)
 BATCH = 5
@@ -69,23 +69,20 @@ class Normed(nn.Module):
         return self.net(x)
 
 
-def draw_wrapping(draw: Draw) -> list[Values]:
+@per_rank
+def draw_wrapping(rng: np.random.Generator) -> Values:
     """Every rank starts from different parameters and buffers."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        inputs.append(
-            oracle.draw_parameters(rng, SIZES)
-            | oracle.draw_batch(rng, BATCH, SIZES)
-            | {
-                # These lose digits if they travel as float32.
-                "frozen": rng.normal(size=(2, 3)),
-                "running_mean": rng.normal(size=7).astype(np.float32),
-                "num_batches": rng.integers(2**40, 2**41, size=()),
-                "mask": rng.normal(size=(2, 3)).astype(np.float32),
-            }
-        )
-    return inputs
+    return (
+        oracle.draw_parameters(rng, SIZES)
+        | oracle.draw_batch(rng, BATCH, SIZES)
+        | {
+            # These lose digits if they travel as float32.
+            "frozen": rng.normal(size=(2, 3)),
+            "running_mean": rng.normal(size=7).astype(np.float32),
+            "num_batches": rng.integers(2**40, 2**41, size=()),
+            "mask": rng.normal(size=(2, 3)).astype(np.float32),
+        }
+    )
 
 
 def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values:

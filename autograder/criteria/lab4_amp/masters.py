@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common.answers import same_array
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
+from autograder.criteria.criterion import Case, Context, Finding, Values, differs, per_rank
 from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.scaler import same
 
@@ -29,23 +29,21 @@ def _has_gradient(parameter: int, step: int) -> bool:
     return parameter != UNTOUCHED and not (parameter == SOMETIMES and step % 2)
 
 
-def draw(source: Draw) -> list[Values]:
+@per_rank
+def draw(rng: np.random.Generator) -> Values:
     """Parameters between 1 and 2, and gradients that move them by about a fifth of eps per step."""
-    inputs = []
-    for rank in range(source.world_size):
-        rng, values = source.private(rank), {}
-        for number, (name, kind) in enumerate(CASES):
-            eps = float(torch.finfo(DTYPES[name]).eps)
-            # AdamW's steps are of size lr for any gradient; momentum 0.5 doubles the steps of SGD.
-            move = eps * float(rng.uniform(0.15, 0.22))
-            values[f"lr/{number}"] = move if kind == "AdamW" else move / 2
-            for i, shape in enumerate(SHAPES):
-                values[f"p/{number}/{i}"] = rng.uniform(1.3, 1.7, shape).astype(np.float32)
-                sign = rng.choice([-1.0, 1.0], shape)
-                grads = sign * rng.uniform(0.6, 1.4, (STEPS, *shape))
-                values[f"g/{number}/{i}"] = grads.astype(np.float32)
-        inputs.append(values)
-    return inputs
+    values: Values = {}
+    for number, (name, kind) in enumerate(CASES):
+        eps = float(torch.finfo(DTYPES[name]).eps)
+        # AdamW's steps are of size lr for any gradient; momentum 0.5 doubles the steps of SGD.
+        move = eps * float(rng.uniform(0.15, 0.22))
+        values[f"lr/{number}"] = move if kind == "AdamW" else move / 2
+        for i, shape in enumerate(SHAPES):
+            values[f"p/{number}/{i}"] = rng.uniform(1.3, 1.7, shape).astype(np.float32)
+            sign = rng.choice([-1.0, 1.0], shape)
+            grads = sign * rng.uniform(0.6, 1.4, (STEPS, *shape))
+            values[f"g/{number}/{i}"] = grads.astype(np.float32)
+    return values
 
 
 def observe(master_class: Any, inputs: Values, context: Context) -> Values:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import described, item_of, told, unit_hint
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Finding, Values, per_rank
 
 KEYS = ("parameters", "gradients", "optimizer", "saved")
 LOSS_WEIGHTS = 7  # numbers in the parameter that is not the model's
@@ -44,25 +44,22 @@ MEMORY_CASES: tuple[Values, ...] = (
 )
 
 
-def draw_memory(draw: Draw) -> list[Values]:
+@per_rank
+def draw_memory(rng: np.random.Generator) -> Values:
     """Networks of private sizes, in three precisions; frozen layers, recomputation, slices."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        # Each kind of optimizer comes in each draw, so that no report is right by luck.
-        optimizers = rng.permutation(["AdamW"] * 5 + ["SGD"] * 4 + ["plain SGD"] * 3)
-        cases = [
-            PLAIN
-            | {
-                "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
-                "batch": int(rng.integers(10, 40)),
-                "optimizer": str(optimizers[number]),
-            }
-            | special
-            for number, special in enumerate(MEMORY_CASES)
-        ]
-        inputs.append({"cases": [cases[i] for i in rng.permutation(len(cases))]})
-    return inputs
+    # Each kind of optimizer comes in each draw, so that no report is right by luck.
+    optimizers = rng.permutation(["AdamW"] * 5 + ["SGD"] * 4 + ["plain SGD"] * 3)
+    cases = [
+        PLAIN
+        | {
+            "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
+            "batch": int(rng.integers(10, 40)),
+            "optimizer": str(optimizers[number]),
+        }
+        | special
+        for number, special in enumerate(MEMORY_CASES)
+    ]
+    return {"cases": [cases[i] for i in rng.permutation(len(cases))]}
 
 
 class _Net(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common.answers import is_floats, item_of, read, read_number, told
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
+from autograder.criteria.criterion import Case, Context, Finding, Values, differs, per_rank
 
 RUN = ("kind", "num_bytes", "seconds", "num_ranks")  # the arguments of bus_bandwidth
 SIZES = (4_000, 64_000, 1_000_000, 16_000_000)
@@ -25,14 +25,11 @@ KINDS = {
 }
 
 
-def draw_measure(draw: Draw) -> list[Values]:
+@per_rank
+def draw_measure(rng: np.random.Generator) -> Values:
     """Two links per rank: one with slow warm-up calls, and one without, whose repeats are even."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        links = [_draw_link(rng, (3, 4), (7, 9)), _draw_link(rng, (0,), (6, 8))]  # no defaults
-        inputs.append({"links": links})
-    return inputs
+    links = [_draw_link(rng, (3, 4), (7, 9)), _draw_link(rng, (0,), (6, 8))]  # no defaults
+    return {"links": links}
 
 
 def _draw_link(rng: np.random.Generator, warmup: Sequence[int], repeats: Sequence[int]) -> Values:
@@ -170,23 +167,20 @@ def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
 # --- link_bus ------------------------------------------------------------------------------------
 
 
-def draw_bus(draw: Draw) -> list[Values]:
+@per_rank
+def draw_bus(rng: np.random.Generator) -> Values:
     """Per rank one measured run of each collective, and one run on a single rank."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        runs = [
-            {
-                "kind": kind,
-                "num_bytes": int(rng.integers(10**6, 10**9)),
-                "seconds": float(rng.uniform(1e-3, 2.0)),
-                "num_ranks": int(rng.integers(3, 65)),
-            }
-            for kind in KINDS
-        ]
-        runs.append(dict(runs[0], num_ranks=1))
-        inputs.append({"runs": runs})
-    return inputs
+    runs = [
+        {
+            "kind": kind,
+            "num_bytes": int(rng.integers(10**6, 10**9)),
+            "seconds": float(rng.uniform(1e-3, 2.0)),
+            "num_ranks": int(rng.integers(3, 65)),
+        }
+        for kind in KINDS
+    ]
+    runs.append(dict(runs[0], num_ranks=1))
+    return {"runs": runs}
 
 
 def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:

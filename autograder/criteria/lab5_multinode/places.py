@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NoReturn
 
+import numpy as np
+
 from autograder.criteria.common.answers import item_of, naming, plain, unchanged
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Finding, Values, integer, per_rank
 
 # --- node_places ---------------------------------------------------------------------------------
 
 
-def draw_places(draw: Draw) -> list[Values]:
+@per_rank
+def draw_places(rng: np.random.Generator) -> Values:
     """Three clusters per rank: nodes of equal size, nodes of unequal size, and a single node."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        equal = [int(rng.integers(2, 6))] * int(rng.integers(2, 5))
-        unequal = [int(n) for n in rng.permutation([1, 2, 3, int(rng.integers(4, 9))])]
-        inputs.append({"clusters": [equal, unequal, [int(rng.integers(1, 9))]]})
-    return inputs
+    equal = [int(rng.integers(2, 6))] * int(rng.integers(2, 5))
+    unequal = [int(n) for n in rng.permutation([1, 2, 3, int(rng.integers(4, 9))])]
+    return {"clusters": [equal, unequal, [int(rng.integers(1, 9))]]}
 
 
 def observe_places(functions: Any, inputs: Values, context: Context) -> Values:
@@ -95,27 +94,22 @@ def _text(value: Any) -> str:
 # --- node_command --------------------------------------------------------------------------------
 
 
-def draw_command(draw: Draw) -> list[Values]:
+@per_rank
+def draw_command(rng: np.random.Generator) -> Values:
     """A job per rank: nodes, processes per node, rendezvous address, script."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        num_nodes = int(rng.integers(2, 5))
-        a, b, c = (int(n) for n in rng.integers(1, 250, 3))
-        rate = f"{rng.random():.3f}"
-        inputs.append(
-            {
-                "num_nodes": num_nodes,
-                "local_size": num_nodes + int(rng.integers(1, 5)),
-                "head": f"10.{a}.{b}.{c}",
-                "port": int(rng.integers(20000, 60000)),
-                "run_id": f"job-{int(rng.integers(10**6)):06d}",
-                "max_restarts": int(rng.integers(1, 9)),
-                # A word may hold a blank, and may come twice.
-                "script": ["train.py", "--lr", rate, "--note", "from two nodes", "--decay", rate],
-            }
-        )
-    return inputs
+    num_nodes = int(rng.integers(2, 5))
+    a, b, c = (int(n) for n in rng.integers(1, 250, 3))
+    rate = f"{rng.random():.3f}"
+    return {
+        "num_nodes": num_nodes,
+        "local_size": num_nodes + int(rng.integers(1, 5)),
+        "head": f"10.{a}.{b}.{c}",
+        "port": int(rng.integers(20000, 60000)),
+        "run_id": f"job-{int(rng.integers(10**6)):06d}",
+        "max_restarts": int(rng.integers(1, 9)),
+        # A word may hold a blank, and may come twice.
+        "script": ["train.py", "--lr", rate, "--note", "from two nodes", "--decay", rate],
+    }
 
 
 def observe_command(node_command: Any, inputs: Values, context: Context) -> Values:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.common.answers import as_number, described, item_of, naming, returned
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Finding, Values, per_rank
 from autograder.criteria.lab6_profiling.spans import is_same
 
 PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
@@ -30,13 +30,10 @@ GRACE_S = 0.2  # too many requests to the source come within this time
 # --- ahead, but not too far -----------------------------------------------------------------------
 
 
-def draw_ahead(draw: Draw) -> list[Values]:
+@per_rank
+def draw_ahead(rng: np.random.Generator) -> Values:
     """A small and a large depth per rank, so that no queue of a fixed length serves both."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        inputs.append({"depths": [int(rng.integers(1, 3)), int(rng.integers(5, 8))]})
-    return inputs
+    return {"depths": [int(rng.integers(1, 3)), int(rng.integers(5, 8))]}
 
 
 def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
@@ -104,29 +101,24 @@ def judge_ahead(case: Case) -> Iterator[Finding]:
                 break
 
 
-def draw_ends(draw: Draw) -> list[Values]:
+@per_rank
+def draw_ends(rng: np.random.Generator) -> Values:
     """Batches, a depth, and how the source fails.
 
     One batch is None, one is 0, and one is a list, of which the rank makes an array.
     """
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        count = int(rng.integers(9, 16))
-        batches: list[Any] = [int(n) for n in rng.integers(0, 99, count)]
-        batches[0] = rng.integers(0, 99, 4).tolist()
-        batches[int(rng.integers(2, count - 2))] = None
-        batches[1] = 0
-        inputs.append(
-            {
-                "batches": batches,
-                "depth": int(rng.integers(1, 4)),
-                "broken": int(rng.integers(4, 8)),
-                "word": f"disk {int(rng.integers(1 << 30))}",
-                "sector": int(rng.integers(1 << 30)),
-            }
-        )
-    return inputs
+    count = int(rng.integers(9, 16))
+    batches: list[Any] = [int(n) for n in rng.integers(0, 99, count)]
+    batches[0] = rng.integers(0, 99, 4).tolist()
+    batches[int(rng.integers(2, count - 2))] = None
+    batches[1] = 0
+    return {
+        "batches": batches,
+        "depth": int(rng.integers(1, 4)),
+        "broken": int(rng.integers(4, 8)),
+        "word": f"disk {int(rng.integers(1 << 30))}",
+        "sector": int(rng.integers(1 << 30)),
+    }
 
 
 class DiskError(Exception):

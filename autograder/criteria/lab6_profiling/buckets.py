@@ -23,7 +23,7 @@ from autograder.criteria.common.answers import (
     unchanged,
     unit_hint,
 )
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Finding, Values, integer, per_rank
 
 SLACK = 1.04  # a step may take this many times as long as with the best equal caps
 MAX_MEASUREMENTS = 64
@@ -79,26 +79,22 @@ def read_plan(value: Any, what: str) -> Plan:
 # --- plan_buckets --------------------------------------------------------------------------------
 
 
-def draw_plans(draw: Draw) -> list[Values]:
+@per_rank
+def draw_plans(rng: np.random.Generator) -> Values:
     """Sizes with a gradient that exceeds most caps, and with a bucket that is exactly full."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, cases = draw.private(rank), []
-        for number in range(5):
-            unit = int(rng.integers(100, 5000)) * 4
-            sizes = (rng.integers(1, 6, int(rng.integers(9, 20))) * unit).tolist()
-            sizes[int(rng.integers(len(sizes)))] = 20 * unit
-            sizes[-2:] = [2 * unit, 3 * unit]  # together exactly the first cap, 5 units
-            cap = (5, 8, 10, 1, 500)[number] * unit
-            if (
-                number == 2
-            ):  # caps are sum(sizes) / k: no whole number of bytes, and no more than it
-                sizes[-3:] = [3 * unit, 4 * unit, 3 * unit]
-                cap -= 0.25
-            cases.append({"sizes": sizes, "cap": cap})
-        cases.append({"sizes": [], "cap": 100})  # nothing to send: no bucket, and no empty one
-        inputs.append({"cases": cases})
-    return inputs
+    cases: list[Any] = []
+    for number in range(5):
+        unit = int(rng.integers(100, 5000)) * 4
+        sizes = (rng.integers(1, 6, int(rng.integers(9, 20))) * unit).tolist()
+        sizes[int(rng.integers(len(sizes)))] = 20 * unit
+        sizes[-2:] = [2 * unit, 3 * unit]  # together exactly the first cap, 5 units
+        cap = (5, 8, 10, 1, 500)[number] * unit
+        if number == 2:  # caps are sum(sizes) / k: no whole number of bytes, and no more than it
+            sizes[-3:] = [3 * unit, 4 * unit, 3 * unit]
+            cap -= 0.25
+        cases.append({"sizes": sizes, "cap": cap})
+    cases.append({"sizes": [], "cap": 100})  # nothing to send: no bucket, and no empty one
+    return {"cases": cases}
 
 
 def observe_plans(plan_buckets: Any, inputs: Values, context: Context) -> Values:
@@ -182,37 +178,35 @@ def all_reduce_of(network: Values) -> Callable[[float], float]:
     return lambda nbytes: network["fixed_s"] + network["s_per_byte"] * nbytes
 
 
-def draw_predictions(draw: Draw) -> list[Values]:
+@per_rank
+def draw_predictions(rng: np.random.Generator) -> Values:
     """Plans in reverse order, two of them on a fast network, and plans in random order.
 
     Of the last two plans, one leaves out the gradients that backward delivers last, and one some
     that others follow.
     """
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, cases = draw.private(rank), []
-        for number in range(8):
-            count = int(rng.integers(6, 12))
-            network = draw_network(
-                rng, float(rng.uniform(0.2, 1.5)), float(rng.uniform(0.2, 1.2)), count
-            )
-            order = list(reversed(range(count)))
-            if number in (3, 4):  # random order, in which the buckets also travel
-                order = [int(i) for i in rng.permutation(count)]
-            cuts = sorted({int(c) for c in rng.integers(1, count, 3)})
-            if number in (0, 6, 7):  # a network so fast that only the last bucket is exposed
-                network |= {"fixed_s": 0.0, "s_per_byte": network["s_per_byte"] / 20}
-            if number == 5:  # one bucket
-                cuts = []
-            if number == 7:
-                cuts = [1, 3]
-            bounds = zip([0, *cuts], [*cuts, count], strict=True)
-            plan = [order[a:b] for a, b in bounds]
-            if number in (6, 7):
-                del plan[-1 if number == 6 else 1]
-            cases.append(network | {"plan": plan})
-        inputs.append({"cases": cases})
-    return inputs
+    cases: list[Any] = []
+    for number in range(8):
+        count = int(rng.integers(6, 12))
+        network = draw_network(
+            rng, float(rng.uniform(0.2, 1.5)), float(rng.uniform(0.2, 1.2)), count
+        )
+        order = list(reversed(range(count)))
+        if number in (3, 4):  # random order, in which the buckets also travel
+            order = [int(i) for i in rng.permutation(count)]
+        cuts = sorted({int(c) for c in rng.integers(1, count, 3)})
+        if number in (0, 6, 7):  # a network so fast that only the last bucket is exposed
+            network |= {"fixed_s": 0.0, "s_per_byte": network["s_per_byte"] / 20}
+        if number == 5:  # one bucket
+            cuts = []
+        if number == 7:
+            cuts = [1, 3]
+        bounds = zip([0, *cuts], [*cuts, count], strict=True)
+        plan = [order[a:b] for a, b in bounds]
+        if number in (6, 7):
+            del plan[-1 if number == 6 else 1]
+        cases.append(network | {"plan": plan})
+    return {"cases": cases}
 
 
 def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> Values:
@@ -280,43 +274,41 @@ def _explain_prediction(got: Any, drawn: Values) -> str:
 # --- tune_plan -----------------------------------------------------------------------------------
 
 
-def draw_tuning(draw: Draw) -> list[Values]:
+@per_rank
+def draw_tuning(rng: np.random.Generator) -> Values:
     """Networks with high latency and huge gradients, or low bandwidth and small gradients.
 
     On one of them the gradient that comes first is as large as all others together, and the best
     caps are far below it. On another the best caps are many and still not one for each gradient.
     """
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, cases = draw.private(rank), []
-        for number in range(5):
-            # The last network has more gradients than there are measurements.
-            count = int(rng.integers(28, 36)) if number < 4 else int(rng.integers(90, 120))
-            if number == 4:
-                # Alone they queue for latency, and an eighth of the bytes is much to wait for.
-                network = draw_network(
-                    rng, float(rng.uniform(0.3, 0.35)), float(rng.uniform(0.82, 0.86)), count
-                )
-                network["forward_s"] /= 5
-                factor = 1
-            elif number % 2:
-                network = draw_network(
-                    rng, float(rng.uniform(2.7, 3.0)), float(rng.uniform(0.06, 0.1)), count
-                )
-                factor = 2**16  # each gradient exceeds any usual cap
-            else:
-                network = draw_network(
-                    rng, float(rng.uniform(0.01, 0.03)), float(rng.uniform(0.9, 0.95)), count
-                )
-                factor = 1  # all of them together are below any usual cap
-            network["sizes"] = [size * factor for size in network["sizes"]]
-            network["s_per_byte"] /= factor
-            if number == 2:
-                network["sizes"][-1] = sum(network["sizes"][:-1])
-                network["s_per_byte"] /= 2
-            cases.append(network)
-        inputs.append({"cases": [cases[i] for i in rng.permutation(5)]})
-    return inputs
+    cases: list[Any] = []
+    for number in range(5):
+        # The last network has more gradients than there are measurements.
+        count = int(rng.integers(28, 36)) if number < 4 else int(rng.integers(90, 120))
+        if number == 4:
+            # Alone they queue for latency, and an eighth of the bytes is much to wait for.
+            network = draw_network(
+                rng, float(rng.uniform(0.3, 0.35)), float(rng.uniform(0.82, 0.86)), count
+            )
+            network["forward_s"] /= 5
+            factor = 1
+        elif number % 2:
+            network = draw_network(
+                rng, float(rng.uniform(2.7, 3.0)), float(rng.uniform(0.06, 0.1)), count
+            )
+            factor = 2**16  # each gradient exceeds any usual cap
+        else:
+            network = draw_network(
+                rng, float(rng.uniform(0.01, 0.03)), float(rng.uniform(0.9, 0.95)), count
+            )
+            factor = 1  # all of them together are below any usual cap
+        network["sizes"] = [size * factor for size in network["sizes"]]
+        network["s_per_byte"] /= factor
+        if number == 2:
+            network["sizes"][-1] = sum(network["sizes"][:-1])
+            network["s_per_byte"] /= 2
+        cases.append(network)
+    return {"cases": [cases[i] for i in rng.permutation(5)]}
 
 
 def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +24,7 @@ from autograder.criteria.common.answers import (
     returned,
     unit_hint,
 )
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer, per_rank
 
 # --- loader_wait ---------------------------------------------------------------------------------
 
@@ -139,40 +140,38 @@ def _milliseconds(value: Any) -> str:
 # --- loader_settings -----------------------------------------------------------------------------
 
 
-def draw_settings(draw: Draw) -> list[Values]:
+@per_rank
+def draw_settings(rng: np.random.Generator) -> Values:
     """Times and machines: with enough cores per rank, with too few, and with none."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, cases = draw.private(rank), []
-        for number in range(8):
-            step_s = float(rng.uniform(0.01, 0.2))
-            # Rounded to the next whole number, one of them would be too few and one too many.
-            part = float(rng.uniform(0.1, 0.4) if number == 0 else rng.uniform(0.6, 0.9))
-            workers = int(rng.integers(1, 7))
-            if number in (4, 5):  # load_s is an exact multiple of step_s, without rounding
-                step_s, part = 2.0 ** -int(rng.integers(2, 7)), 0.0
-            ranks = int(rng.integers(2, 9))
-            # The cores that remain after an equal division among the ranks belong to no rank.
-            cores = ranks * int(rng.integers(7, 12)) + int(rng.integers(1, ranks))
-            if number in (1, 2):
-                workers, cores = workers + 4, ranks * int(rng.integers(1, 4)) + ranks - 1
-            if number == 3:
-                cores = int(rng.integers(1, ranks))
-            if number == 6:  # a little more than a whole number of workers, which is too few
-                workers, part = workers + 1, float(rng.uniform(0.996, 0.998))
-            if number == 7:  # one worker is far more than enough
-                workers, part = 1, 0.95
-            cases.append(
-                {
-                    "load_s": (workers - part) * step_s,
-                    "step_s": step_s,
-                    "cores": cores,
-                    "ranks_per_node": ranks,
-                    "device": ("cpu", "cuda:1", "cpu:0", "cuda")[number % 4],
-                }
-            )
-        inputs.append({"cases": cases})
-    return inputs
+    cases: list[Any] = []
+    for number in range(8):
+        step_s = float(rng.uniform(0.01, 0.2))
+        # Rounded to the next whole number, one of them would be too few and one too many.
+        part = float(rng.uniform(0.1, 0.4) if number == 0 else rng.uniform(0.6, 0.9))
+        workers = int(rng.integers(1, 7))
+        if number in (4, 5):  # load_s is an exact multiple of step_s, without rounding
+            step_s, part = 2.0 ** -int(rng.integers(2, 7)), 0.0
+        ranks = int(rng.integers(2, 9))
+        # The cores that remain after an equal division among the ranks belong to no rank.
+        cores = ranks * int(rng.integers(7, 12)) + int(rng.integers(1, ranks))
+        if number in (1, 2):
+            workers, cores = workers + 4, ranks * int(rng.integers(1, 4)) + ranks - 1
+        if number == 3:
+            cores = int(rng.integers(1, ranks))
+        if number == 6:  # a little more than a whole number of workers, which is too few
+            workers, part = workers + 1, float(rng.uniform(0.996, 0.998))
+        if number == 7:  # one worker is far more than enough
+            workers, part = 1, 0.95
+        cases.append(
+            {
+                "load_s": (workers - part) * step_s,
+                "step_s": step_s,
+                "cores": cores,
+                "ranks_per_node": ranks,
+                "device": ("cpu", "cuda:1", "cpu:0", "cuda")[number % 4],
+            }
+        )
+    return {"cases": cases}
 
 
 def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> Values:

@@ -25,7 +25,7 @@ from autograder.criteria.common.answers import (
     read,
     unit_hint,
 )
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer, per_rank
 from autograder.criteria.lab6_profiling.spans import is_same
 
 MODES = ("weak", "strong")
@@ -34,30 +34,28 @@ MODES = ("weak", "strong")
 # --- scaling -------------------------------------------------------------------------------------
 
 
-def draw_scaling(draw: Draw) -> list[Values]:
+@per_rank
+def draw_scaling(rng: np.random.Generator) -> Values:
     """Seconds per step for several numbers of ranks; in some cases the smallest is above one."""
-    inputs = []
-    for rank in range(draw.world_size):
-        rng, cases = draw.private(rank), []
-        for number, mode in enumerate(MODES * 2):
-            first = 1 if number < 2 else int(rng.integers(2, 5))
-            sizes = [first * 2**i for i in range(4)]
-            seconds = float(rng.uniform(0.5, 3.0))
-            times = []
-            for size in sizes:
-                ideal = seconds / (size / first if mode == "strong" else 1)
-                times.append(ideal * (1 if size == first else float(rng.uniform(1.05, 1.6))))
-            times[1] /= 2  # more than twice as fast: the smaller parts fit a cache
-            order = rng.permutation(len(sizes)).tolist()
-            cases.append(
-                {
-                    "mode": mode,
-                    "sizes": [sizes[i] for i in order],
-                    "seconds": [times[i] for i in order],
-                }
-            )
-        inputs.append({"cases": cases})
-    return inputs
+    cases: list[Any] = []
+    for number, mode in enumerate(MODES * 2):
+        first = 1 if number < 2 else int(rng.integers(2, 5))
+        sizes = [first * 2**i for i in range(4)]
+        seconds = float(rng.uniform(0.5, 3.0))
+        times = []
+        for size in sizes:
+            ideal = seconds / (size / first if mode == "strong" else 1)
+            times.append(ideal * (1 if size == first else float(rng.uniform(1.05, 1.6))))
+        times[1] /= 2  # more than twice as fast: the smaller parts fit a cache
+        order = rng.permutation(len(sizes)).tolist()
+        cases.append(
+            {
+                "mode": mode,
+                "sizes": [sizes[i] for i in order],
+                "seconds": [times[i] for i in order],
+            }
+        )
+    return {"cases": cases}
 
 
 def observe_scaling(scaling: Any, inputs: Values, context: Context) -> Values:
@@ -140,39 +138,36 @@ def _explain(
 # --- scaling_report ------------------------------------------------------------------------------
 
 
-def draw_report(draw: Draw) -> list[Values]:
+@per_rank
+def draw_report(rng: np.random.Generator) -> Values:
     """Logs of weak and strong scaling, in any order, on a machine that is slow in some rounds.
 
     In strong scaling the batch does not divide, so ranks together have less of it than one rank.
     The fewest ranks are one in some logs and two in others. The last rounds are not complete: once
     the fewest ranks are missing, once the most.
     """
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        logs = []
-        for first in (1, 2):
-            for is_strong in (False, True):
-                sizes = [first, 2 * first, 4 * first]
-                batch = int(rng.integers(3, 9))
-                if is_strong:
-                    batch = 4 * batch + int(rng.integers(1, 4))
-                alone, rounds = float(rng.uniform(0.5, 2.0)), int(rng.integers(3, 6)) * 2
-                lines = []
-                for number in range(rounds):
-                    for place, size in enumerate(sizes):
-                        if (number, place) in ((rounds - 1, 0), (rounds - 2, 2)):
-                            continue
-                        # The disturbed rounds are few, and slow for all sizes.
-                        slow = float(rng.uniform(1, 1.2)) * (6 if number in (0, 2) else 1)
-                        seconds = alone * (size / first) ** float(rng.uniform(0.1, 0.4)) * slow
-                        seconds /= size / first if is_strong else 1
-                        per_rank = batch * first // size if is_strong else batch
-                        lines.append([number, size, per_rank, seconds])
-                order = rng.permutation(len(lines)).tolist()
-                logs.append([lines[i] for i in order])
-        inputs.append({"logs": logs})
-    return inputs
+    logs = []
+    for first in (1, 2):
+        for is_strong in (False, True):
+            sizes = [first, 2 * first, 4 * first]
+            batch = int(rng.integers(3, 9))
+            if is_strong:
+                batch = 4 * batch + int(rng.integers(1, 4))
+            alone, rounds = float(rng.uniform(0.5, 2.0)), int(rng.integers(3, 6)) * 2
+            lines = []
+            for number in range(rounds):
+                for place, size in enumerate(sizes):
+                    if (number, place) in ((rounds - 1, 0), (rounds - 2, 2)):
+                        continue
+                    # The disturbed rounds are few, and slow for all sizes.
+                    slow = float(rng.uniform(1, 1.2)) * (6 if number in (0, 2) else 1)
+                    seconds = alone * (size / first) ** float(rng.uniform(0.1, 0.4)) * slow
+                    seconds /= size / first if is_strong else 1
+                    rows = batch * first // size if is_strong else batch
+                    lines.append([number, size, rows, seconds])
+            order = rng.permutation(len(lines)).tolist()
+            logs.append([lines[i] for i in order])
+    return {"logs": logs}
 
 
 _LINE = ("round", "ranks", "batch_per_rank", "seconds")

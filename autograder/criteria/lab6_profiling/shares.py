@@ -24,7 +24,7 @@ from autograder.criteria.common.answers import (
     short,
     unit_hint,
 )
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, per_rank
 from autograder.criteria.lab6_profiling.spans import (
     KINDS,
     Span,
@@ -142,29 +142,26 @@ def draw_breakdown(draw: Draw) -> list[Values]:
     return _draw(draw, make)
 
 
-def draw_export(draw: Draw) -> list[Values]:
+@per_rank
+def draw_export(rng: np.random.Generator) -> Values:
     """Several ranks; spans of different kinds overlap, those of one kind do not.
 
     One span of each rank has no length. Two that overlap have one name: what is loaded is copied,
     say, so a name does not tell kinds apart.
     """
-    inputs = []
-    for rank in range(draw.world_size):
-        rng = draw.private(rank)
-        spans = []
-        for r in range(3):
-            for kind in rng.permutation(KINDS):
-                row = _row(rng, str(kind), 0, 0.5, int(rng.integers(2, 6)))
-                # As in a real trace, most names occur many times.
-                name = draw_name(rng)
-                spans += [Span(r + 2, s.kind, name, s.start, s.end) for s in row]
-            at = float(rng.uniform(0.5, 0.6))
-            spans.append(Span(r + 2, str(rng.choice(KINDS)), draw_name(rng), at, at))
-            shared = draw_name(rng)
-            for kind, begin in zip(rng.permutation(KINDS)[:2], (0.7, 0.8), strict=True):
-                spans.append(Span(r + 2, str(kind), shared, begin, begin + 0.2))
-        inputs.append(pack(_shuffled(rng, spans), "0"))
-    return inputs
+    spans = []
+    for r in range(3):
+        for kind in rng.permutation(KINDS):
+            row = _row(rng, str(kind), 0, 0.5, int(rng.integers(2, 6)))
+            # As in a real trace, most names occur many times.
+            name = draw_name(rng)
+            spans += [Span(r + 2, s.kind, name, s.start, s.end) for s in row]
+        at = float(rng.uniform(0.5, 0.6))
+        spans.append(Span(r + 2, str(rng.choice(KINDS)), draw_name(rng), at, at))
+        shared = draw_name(rng)
+        for kind, begin in zip(rng.permutation(KINDS)[:2], (0.7, 0.8), strict=True):
+            spans.append(Span(r + 2, str(kind), shared, begin, begin + 0.2))
+    return pack(_shuffled(rng, spans), "0")
 
 
 # --- observe -------------------------------------------------------------------------------------
