@@ -125,13 +125,13 @@ def near(got: np.ndarray, expected: np.ndarray, rtol: float = RTOL) -> bool:
         return bool(np.abs(got - expected).max() <= rtol * np.abs(expected).max() + 1e-12)
 
 
-def factor_between(got: np.ndarray, expected: np.ndarray, rtol: float = RTOL) -> float | None:
+def factor_between(got: np.ndarray, expected: np.ndarray) -> float | None:
     """c > 0 with got = c × expected; None if there is none."""
     if not np.isfinite(got).all():
         return None
     with np.errstate(all="ignore"):
         factor = float(got @ expected / (expected @ expected))
-    return factor if factor > 0 and near(got, factor * expected, rtol) else None
+    return factor if factor > 0 and near(got, factor * expected) else None
 
 
 def base_of(case: Case, run: str, rank: int) -> Base | None:

@@ -100,14 +100,12 @@ def fit_link(
     seconds: Sequence[float],
     kind: str = "all_reduce",
     num_ranks: int = 2,
-    relative: bool = True,
 ) -> Fit:
     """Fit alpha and beta of a ring to measured times by (weighted) least squares.
 
     The time of a collective is a linear function of its bytes: t = M alpha + c B beta, with M
-    messages one after the other and c the bus factor. `relative=True` minimises relative errors
-    (weights 1/t^2), so that small messages count as much as large messages; with `relative=False`
-    the largest messages decide the fit.
+    messages one after the other and c the bus factor. Relative errors are minimised (weights
+    1/t^2), so that small messages count as much as large messages.
 
     >>> sizes = [2.0**k for k in range(10, 26)]
     >>> times = [14 * 5e-6 + 1.75 * b / 200e9 for b in sizes]  # 8 ranks, 5 us, 200 GB/s
@@ -130,7 +128,7 @@ def fit_link(
     factor = bus_factor(kind=kind, num_ranks=num_ranks)
 
     # Weighted normal equations of t = intercept + slope * bytes, bytes centred on their mean.
-    weights = [1 / t**2 if relative else 1.0 for t in seconds]
+    weights = [1 / t**2 for t in seconds]
     total = sum(weights)
     mean_x = sum(w * x for w, x in zip(weights, num_bytes, strict=True)) / total
     mean_t = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
