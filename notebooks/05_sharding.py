@@ -51,11 +51,9 @@ from minidist.device import (
     reduce_scatter_single,
 )
 from minidist.model import GPT, GPTConfig, lm_loss
-from minidist.parallel.fsdp import shard_model
 from minidist.parallel.zero import (
     ShardedOptimizer,
     Zero2Optimizer,
-    Zero3,
     count_bytes,
     formula_bytes,
 )
@@ -72,7 +70,6 @@ if not dist.is_initialized():
 # %%
 # %%rank 0
 # %matplotlib inline
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -470,7 +467,7 @@ display(
 # | 2 | and gradients | 2 + (2 + 12)/N |
 # | 3 (FSDP) | and parameters | (2 + 2 + 12)/N |
 #
-# The next cell trains one model in five ways on the four ranks and counts the bytes that are really
+# The next cells train one model in four ways on the four ranks and count the bytes that are really
 # there after a backward pass: every storage of a parameter, a gradient or an optimizer state, once.
 # It works in fp32, so the formula has 4 + 4 + 8. The states of stage 3 are a quarter of those of
 # data parallelism. How much is it when activations and all that comes and goes in a step are
@@ -479,15 +476,30 @@ display(
 # %%
 # %%rank 0
 peak_guess = predict(
-    "Peak memory of a whole step, ZeRO-3 on 4 ranks / data parallelism?", guess=None, unit="%"
+    "Peak memory of a whole step, FSDP2 on 4 ranks / data parallelism?", guess=None, unit="%"
 )
 peak_guess
 
 # %% [markdown]
-# The order in `build` matters: shard first, then make the optimizer. Section 5 breaks it.
+# Stage 3 is PyTorch's FSDP2: `fully_shard` cuts the parameters of each block, and of what the
+# blocks leave. The order in `build` matters: shard first, then make the optimizer. Section 5 breaks
+# it.
 
 # %%
 from minidist.profile import MemoryTracker
+
+
+def fsdp2(model: GPT, replicas: int = 1, **options):
+    """Shards each block, and then the rest, over all ranks or over the ranks of each replica."""
+    kind, n = "cuda" if dist.get_backend() == "nccl" else "cpu", dist.get_world_size()
+    if replicas == 1:
+        mesh = dist.init_device_mesh(kind, (n,), mesh_dim_names=("shard",))
+    else:
+        names = ("replicate", "shard")
+        mesh = dist.init_device_mesh(kind, (replicas, n // replicas), mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def build(how: str, model: GPT):
@@ -502,41 +514,43 @@ def build(how: str, model: GPT):
         )
     if how == "ZeRO-2":
         return model, Zero2Optimizer(model.parameters(), torch.optim.AdamW, **options)
-    if how == "ZeRO-3":
-        Zero3(model, units=model.blocks)
-    elif how == "FSDP2":
-        shard_model(model, lambda m: m.blocks)
+    if how == "FSDP2":
+        fsdp2(model)
     return model, torch.optim.AdamW(model.parameters(), **options)
 
 
-HOWS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2")
-num_params = sum(p.numel() for p in make_gpt().parameters())
-counted, curves, memory = {}, {}, {}
-for how in HOWS:
+def study(how: str, build):
+    """Losses, bytes after a backward pass, and one more step, watched operation by operation."""
     model = make_gpt(torch.float32)
     call, optimizer = build(how, model)
-    curves[how] = train(call, optimizer)
+    losses = train(call, optimizer)
     tokens, answers = batch_of(NUM_STEPS)
     optimizer.zero_grad()
     lm_loss(call(tokens), answers).backward()
-    counted[how] = count_bytes(model, optimizer)  # before the step, when all gradients are there
-    if how in ("data parallel", "ZeRO-3"):  # one more step, watched operation by operation
-        optimizer.zero_grad()
-        ends = []  # number of operations at the end of forward and of backward
-        with MemoryTracker(model, optimizer) as tracker:
-            loss = lm_loss(call(tokens), answers)
-            ends.append(len(tracker.rows))
-            loss.backward()
-            ends.append(len(tracker.rows))
-            optimizer.step()
-        memory[how] = (tracker.peak, [row.total for row in tracker.rows], ends)
+    counted = count_bytes(model, optimizer)  # before the step, when all gradients are there
+    optimizer.zero_grad()
+    ends = []  # number of operations at the end of forward and of backward
+    with MemoryTracker(model, optimizer) as tracker:
+        loss = lm_loss(call(tokens), answers)
+        ends.append(len(tracker.rows))
+        loss.backward()
+        ends.append(len(tracker.rows))
+        optimizer.step()
+    return losses, counted, (tracker.peak, [row.total for row in tracker.rows], ends)
+
+
+HOWS = ("data parallel", "ZeRO-1", "ZeRO-2", "FSDP2")
+num_params = sum(p.numel() for p in make_gpt().parameters())
+curves, counted, memory = {}, {}, {}
+for how in HOWS:
+    curves[how], counted[how], memory[how] = study(how, build)
 
 # %% [markdown]
 # First the model states, beside the formula:
 
 # %%
 # %%rank 0
-STAGE = dict(zip(HOWS, (0, 1, 2, 3, 3), strict=True))
+STAGE = dict(zip(HOWS, (0, 1, 2, 3), strict=True))
 fp32 = {"param_bytes": 4, "grad_bytes": 4, "state_bytes": 8}
 formula = {how: formula_bytes(num_params, world_size, STAGE[how], **fp32) for how in HOWS}
 bars = {
@@ -570,7 +584,7 @@ display(
         for how in HOWS
     ),
     claim(
-        "all five train alike: losses against data parallelism, largest relative difference",
+        "all four train alike: losses against data parallelism, largest relative difference",
         max(
             abs(a / b - 1)
             for how in HOWS
@@ -586,7 +600,7 @@ display(
 
 # %%
 # %%rank 0
-rows = {how: np.array(memory[how][1]) / 1e6 for how in memory}
+rows = {how: np.array(memory[how][1]) / 1e6 for how in ("data parallel", "FSDP2")}
 
 
 def phases(how: str) -> np.ndarray:
@@ -610,27 +624,59 @@ axes.vlines([1, 2], *axes.get_ylim(), color="#6B6B6B", linewidth=1.0)
 figure
 
 # %% [markdown]
-# Both lines have the same hill, the activations. ZeRO-3 stands on a lower base, and it has teeth:
-# a block's parameters are gathered, used, freed. How many are whole at a time? At the peak, the
-# root's (embeddings and output layer) and those of **two** units: the one that computes and the one
-# that is fetched ahead. We can check that to the byte.
+# Both lines have the same hill, the activations. FSDP2 stands on a lower base, and it has teeth:
+# a block's parameters are gathered, used, freed.
 
 # %%
 # %%rank 0
-ddp_peak, zero3_peak = memory["data parallel"][0], memory["ZeRO-3"][0]
+ddp_peak, fsdp_peak = memory["data parallel"][0], memory["FSDP2"][0]
 unit = sum(p.numel() for p in make_gpt().blocks[0].parameters())
 root = num_params - config.num_layers * unit
-extra = zero3_peak.parameters - counted["ZeRO-3"].parameters  # gathered, beside the shards
 display(
-    peak_guess.reveal(100 * zero3_peak.total / ddp_peak.total),
+    peak_guess.reveal(100 * fsdp_peak.total / ddp_peak.total),
     claim(
-        "gathered parameters at ZeRO-3's peak, bytes: the root and two blocks",
-        extra,
+        "peak of all memory, FSDP2 / data parallel", fsdp_peak.total / ddp_peak.total, ("<", 0.75)
+    ),
+)
+
+# %% [markdown]
+# How many are whole at a time? At the peak, the root's (embeddings and output layer) and those of
+# **two** units: the one that computes and the one that is fetched ahead. With stage 3 by hand,
+# `minidist.parallel.zero.Zero3`, we can check that to the byte: it gathers into the parameters
+# themselves, where FSDP2 has buffers beside them.
+
+# %%
+from minidist.parallel.zero import Zero3
+
+
+def build_by_hand(how: str, model: GPT):
+    """What to call, and the optimizer of the pieces."""
+    Zero3(model, units=model.blocks)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+our_losses, our_bytes, our_memory = study("ZeRO-3, ours", build_by_hand)
+
+# %%
+# %%rank 0
+display(
+    claim(
+        "ours: bytes counted on rank 0 / formula of stage 3",
+        our_bytes.total / formula["FSDP2"].total,
+        1.0,
+        rtol=0.05,
+        authority=f"{ZERO}, table 1",
+    ),
+    claim(
+        "gathered parameters at its peak, bytes: the root and two blocks",
+        our_memory[0].parameters - our_bytes.parameters,
         4 * (root + 2 * unit),
         exact=True,
     ),
     claim(
-        "peak of all memory, ZeRO-3 / data parallel", zero3_peak.total / ddp_peak.total, ("<", 0.75)
+        "it trains as FSDP2 does: losses, largest relative difference",
+        max(abs(a / b - 1) for a, b in zip(our_losses, curves["FSDP2"], strict=True)),
+        ("<", 1e-3),
     ),
 )
 
@@ -664,21 +710,17 @@ passes_guess
 
 # %%
 # %%rank 0
-def one_step_each(config, hows) -> None:
+def one_step_each(config, hows, build) -> None:
     """A warm-up step and a counted one of every way; barriers separate them."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for how, micro_batches in hows:
         torch.manual_seed(0)
         model = GPT(config)
-        if how in ("FSDP2", "FSDP2, kept", "HSDP"):
-            keep = False if how == "FSDP2, kept" else None
-            shard_model(
-                model,
-                lambda m: m.blocks,
-                replicas=2 if how == "HSDP" else 1,
-                reshard_after_forward=keep,
-            )
-        call, optimizer = build("made" if "SD" in how else how, model)
+        if how == "FSDP2, kept":
+            fsdp2(model, reshard_after_forward=False)
+        elif how == "HSDP":
+            fsdp2(model, replicas=2)
+        call, optimizer = build(how, model)
         if how == "data parallel":
             call = DistributedDataParallel(model, bucket_cap_mb=0.2)
         for _ in range(2):
@@ -706,7 +748,6 @@ ways = [
     ("data parallel", 1),
     ("ZeRO-1", 1),
     ("ZeRO-2", 1),
-    ("ZeRO-3", 1),
     ("FSDP2", 1),
     ("FSDP2, kept", 1),
     ("HSDP", 1),
@@ -714,7 +755,7 @@ ways = [
     ("ZeRO-2", 4),
 ]
 longer = replace(config, context=64)
-_, whole = run_traced(one_step_each, world_size, longer, ways, deadline_s=120)
+_, whole = run_traced(one_step_each, world_size, longer, ways, build, deadline_s=120)
 traces = {way: between_barriers(whole, 3 * i + 1) for i, way in enumerate(ways)}
 
 # %% [markdown]
@@ -723,10 +764,14 @@ traces = {way: between_barriers(whole, 3 * i + 1) for i, way in enumerate(ways)}
 
 # %%
 # %%rank 0
-def bytes_sent(way) -> float:
+def passes(trace) -> float:
     """What device 0 sends in a step, in units of the model's bytes times (n - 1)/n."""
-    sent = emulate.simulate(traces[way], emulate.clusters.laptop(4)).bytes_per_link["device 0"]
+    sent = emulate.simulate(trace, emulate.clusters.laptop(4)).bytes_per_link["device 0"]
     return sent / (4 * num_params) * world_size / (world_size - 1)
+
+
+def bytes_sent(way) -> float:
+    return passes(traces[way])
 
 
 plot_bars(
@@ -744,11 +789,14 @@ plot_bars(
 
 # %%
 # %%rank 0
-psi = num_params  # elements; the last block of four is not gathered a second time by Zero3
-calls = {
-    how: Counter(e.collective for e in traces[how, 1].events[0] if e.kind == "issue")
-    for how in ("ZeRO-3", "FSDP2", "FSDP2, kept")
-}
+psi = num_params  # elements
+
+
+def all_gathers(trace) -> int:
+    """How many all-gathers a rank begins in a step."""
+    return sum(e.kind == "issue" and e.collective == "all_gather" for e in trace.events[0])
+
+
 display(
     claim("data parallel: an all-reduce", bytes_sent(("data parallel", 1)), 2.0, rtol=0.02),
     claim(
@@ -759,17 +807,11 @@ display(
         authority=f"{ZERO}, section 7",
     ),
     claim(
-        "ZeRO-3: 3 passes, less what stays whole (the root and the last block)",
-        bytes_sent(("ZeRO-3", 1)),
-        3 - (root + unit) / psi,
-        rtol=0.02,
-        authority=f"{ZERO}, section 7: 3 passes",
-    ),
-    claim(
         "FSDP2: 3 passes, less the root, which stays whole",
         bytes_sent(("FSDP2", 1)),
         3 - root / psi,
         rtol=0.02,
+        authority=f"{ZERO}, section 7: 3 passes",
     ),
     claim(
         "FSDP2 that keeps parameters after forward sends what DDP sends",
@@ -778,10 +820,28 @@ display(
         rtol=0.02,
     ),
     claim(
-        "all-gathers of a step with 4 blocks: ZeRO-3, FSDP2, FSDP2 kept",
-        [each["all_gather"] for each in calls.values()],
-        [8, 9, 5],
+        "all-gathers of a step with 4 blocks: FSDP2, FSDP2 kept",
+        [all_gathers(traces["FSDP2", 1]), all_gathers(traces["FSDP2, kept", 1])],
+        [9, 5],
     ),
+)
+
+# %% [markdown]
+# Ours (`Zero3`) sends less than FSDP2, because it keeps the last block whole for its backward pass:
+
+# %%
+# %%rank 0
+hand = [("ZeRO-3, ours", 1)]
+_, whole = run_traced(one_step_each, world_size, longer, hand, build_by_hand, deadline_s=120)
+our_trace = between_barriers(whole, 1)
+display(
+    claim(
+        "ours: 3 passes, less what stays whole (the root and the last block)",
+        passes(our_trace),
+        3 - (root + unit) / psi,
+        rtol=0.02,
+    ),
+    claim("all-gathers of its step", all_gathers(our_trace), 8),
 )
 
 # %% [markdown]
@@ -836,17 +896,9 @@ network_guess = predict(
 )
 network_guess
 
-# %% [markdown]
-# Ours (`Zero3`) sends less than FSDP2, because it keeps the last block whole for its backward pass.
-
 # %%
 # %%rank 0
-LINES = {
-    "data parallel": "data parallel",
-    "FSDP2": "FSDP2",
-    "FSDP2, kept": "FSDP2, kept",
-    "ZeRO-3": "ZeRO-3, ours",
-}
+LINES = ("data parallel", "FSDP2", "FSDP2, kept")
 
 
 def step_ms(how: str, bytes_per_s: float, latency_s: float = 5e-6) -> float:
@@ -854,7 +906,7 @@ def step_ms(how: str, bytes_per_s: float, latency_s: float = 5e-6) -> float:
 
 
 speeds = np.geomspace(3e6, 3e10, 17)
-times = {name: [step_ms(how, s) for s in speeds] for how, name in LINES.items()}
+times = {how: [step_ms(how, s) for s in speeds] for how in LINES}
 plot_lines(
     speeds / 1e9,
     times,
@@ -918,7 +970,7 @@ display(
 # %%rank 0
 def network_explorer(log_speed: float = 8.0, latency_us: int = 5):
     """Time of a step of data parallelism, FSDP2 and FSDP2 kept, on the chosen network."""
-    bars = {name: step_ms(how, 10**log_speed, latency_us / 1e6) for how, name in LINES.items()}
+    bars = {how: step_ms(how, 10**log_speed, latency_us / 1e6) for how in LINES}
     return plot_bars(
         bars,
         xlabel="step (ms)",
@@ -932,7 +984,7 @@ explore(
     log_speed=(6.5, 10.5, 0.25),
     latency_us=[0, 1, 5, 20, 100],
     labels={"log_speed": "network, log10 of bytes/s", "latency_us": "latency (µs)"},
-    alt="Bars: time of one step for four ways to shard, on the chosen network",
+    alt="Bars: time of one step for three ways to train, on the chosen network",
 )
 
 # %% [markdown]
@@ -1018,7 +1070,7 @@ dist.all_gather(local_norms, mine)
 norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()  # a limit that never cuts
 early = make_gpt()
 early_optimizer = torch.optim.AdamW(early.parameters(), lr=3e-3)  # before sharding: a classic
-shard_model(early, lambda m: m.blocks)
+fsdp2(early)
 before = [p.to_local().clone() for p in early.parameters()]
 train(early, early_optimizer, 2)
 moved = max(
@@ -1068,7 +1120,7 @@ def save(config, under_if: bool) -> str:
     warnings.filterwarnings("ignore", category=FutureWarning)
     from torch.distributed.device_mesh import DeviceMesh
 
-    from minidist.parallel.fsdp import full_state_dict
+    from minidist.parallel.fsdp import full_state_dict, shard_model
 
     dist.init_process_group("gloo")  # on GPUs too: NCCL's timeout would end the process
     short = dist.new_group(timeout=timedelta(seconds=3))
@@ -1185,6 +1237,8 @@ for option in FSDP1_OPTIONS:
 # parameter and token. The model's size cancels out: only tokens per step count.
 
 # %%
+from minidist.parallel.fsdp import shard_model
+
 offloaded = shard_model(make_gpt(), lambda m: m.blocks, offload=True)
 offload_losses = train(offloaded, torch.optim.AdamW(offloaded.parameters(), lr=3e-3))
 places = {p.to_local().device.type for p in offloaded.parameters()}
