@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,6 +17,7 @@ from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.scratch import remove_abandoned
 from autograder.submission.without_run import back_off, known_record, not_graded
+from minidist.processes.cores import num_cores
 
 POOL_TRIES = 3
 # Runs the given submissions; returns the indices of those without a record, and the reason.
@@ -32,9 +32,7 @@ def default_jobs(world_size: int, lab: Lab | None = None) -> int:
     At least two, because a run waits for much of its time. If ranks or criteria of the lab (of any
     lab, without `lab`) use GPUs, the number of GPUs is a limit too.
     """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 2
-    jobs, gpus = max(2, cores // world_size), len(visible_gpus())
+    jobs, gpus = max(2, num_cores() // world_size), len(visible_gpus())
     measured = lab is None or any(criterion.extra for criterion in lab.criteria)
     if gpus >= world_size or (gpus and measured):
         return min(jobs, most_jobs(gpus, world_size))

@@ -25,6 +25,7 @@ from autograder.cli.installation import foreign_code
 from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
 from autograder.criteria.limits import GIB
+from minidist.processes.cores import num_cores
 
 MIN_FREE_BYTES = 2 * GIB
 MIN_SHM_BYTES = 64 << 20
@@ -146,7 +147,7 @@ def _devices() -> Iterator[Examined]:
 def _cores() -> Examined:
     from autograder.batch.grade_class import default_jobs
 
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = num_cores()
     most = max(get_lab(name).grading_world_size for name in lab_names())
     jobs = default_jobs(most)
     return Examined("cores", "ok", f"{count}: {jobs} submissions at once, of {most} ranks at most")

@@ -101,6 +101,15 @@ def backward(parameters: list[nn.Parameter], inputs: Values, step: int, micro: i
         torch.stack(terms).sum().backward()
 
 
+def take_step(optimizer: Any, parameters: list[nn.Parameter], inputs: Values, step: int) -> None:
+    """One step: backward passes that are reduced, an update, and the gradients forgotten."""
+    for micro in range(inputs["micro_batches"]):
+        backward(parameters, inputs, step, micro)
+        optimizer.reduce()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def none_left(parameters: list[nn.Parameter]) -> bool:
     """Whether no parameter has a gradient."""
     return all(parameter.grad is None for parameter in parameters)

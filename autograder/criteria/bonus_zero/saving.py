@@ -30,13 +30,6 @@ MOMENTUM = {"lr": 0.05, "momentum": 0.9}  # for RMSprop, which does not use its 
 _worlds = itertools.count()
 
 
-def _step(optimizer: Any, parameters: Any, inputs: Values, step: int) -> None:
-    harness.backward(parameters, inputs, step)
-    optimizer.reduce()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _read(blobs: list[bytes]) -> list[Any]:
     return [torch.load(io.BytesIO(blob), weights_only=True) for blob in blobs]
 
@@ -65,13 +58,13 @@ def observe_saved(subject: Any, inputs: Values, context: Context) -> Values:
     zero, save_shard = subject
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
-    _step(optimizer, parameters, inputs, 0)
+    harness.take_step(optimizer, parameters, inputs, 0)
     context.broker.charge(0, "forward")
     state = save_shard(optimizer)
     context.broker.charge(0, "backward")
     first = saved(state)
     count = _count_numbers(_read([first]), set())
-    _step(optimizer, parameters, inputs, 1)
+    harness.take_step(optimizer, parameters, inputs, 1)
     return {
         "count": count,
         "first": np.frombuffer(first, dtype=np.uint8),
@@ -151,7 +144,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
     for step in range(BEFORE):
-        _step(optimizer, parameters, inputs, step)
+        harness.take_step(optimizer, parameters, inputs, step)
     blobs = _gathered(saved(save_shard(optimizer)))
     weights = {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(parameters)}
     others = harness.make_parameters(inputs | weights, context.device)
@@ -159,8 +152,8 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     load_shards(loaded, _read(blobs))
     answer = _kept_and_changed(subject, inputs | weights, context, blobs)
     for step in range(BEFORE, BEFORE + AFTER):
-        _step(optimizer, parameters, inputs, step)
-        _step(loaded, others, inputs, step)
+        harness.take_step(optimizer, parameters, inputs, step)
+        harness.take_step(loaded, others, inputs, step)
         answer |= harness.arrays_of(parameters, f"on{step}/")
         answer |= harness.arrays_of(others, f"again{step}/")
     return answer
@@ -296,7 +289,7 @@ def observe_reshard(subject: Any, inputs: Values, context: Context) -> Values:
                 groups = harness.make_groups(inputs, parameters)
                 optimizer = zero(groups, torch.optim.RMSprop, **MOMENTUM)
                 for step in range(BEFORE):
-                    _step(optimizer, parameters, inputs, step)
+                    harness.take_step(optimizer, parameters, inputs, step)
                 blobs = _gathered(saved(save_shard(optimizer)))
                 weights = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(parameters)}
                 weights = {key: value.copy() for key, value in weights.items()}

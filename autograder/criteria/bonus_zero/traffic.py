@@ -42,11 +42,7 @@ def observe(zero: Any, inputs: Values, context: Context) -> Values:
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
     for step in range(STEPS):
         context.broker.charge(0, "forward")
-        for micro in range(inputs["micro_batches"]):
-            harness.backward(parameters, inputs, step, micro)
-            optimizer.reduce()
-        optimizer.step()
-        optimizer.zero_grad()
+        harness.take_step(optimizer, parameters, inputs, step)
     return harness.arrays_of(parameters, "p")
 
 

@@ -146,18 +146,10 @@ def observe_adamw(zero: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     views = [p.detach() for p in parameters]
     for step in range(inputs["steps"]):
-        _step(optimizer, parameters, inputs, step)
+        harness.take_step(optimizer, parameters, inputs, step)
         answer |= harness.arrays_of(parameters, f"p{step}/")
     pairs = zip(views, parameters, strict=True)
     return answer | {"in place": all(torch.equal(view, p.detach()) for view, p in pairs)}
-
-
-def _step(optimizer: Any, parameters: Any, inputs: Values, step: int) -> None:
-    for micro in range(inputs["micro_batches"]):
-        harness.backward(parameters, inputs, step, micro)
-        optimizer.reduce()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def judge_adamw(case: Case) -> list[Finding]:
@@ -237,7 +229,7 @@ def observe_options(zero: Any, inputs: Values, context: Context) -> Values:
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
     answer: Values = {}
     for step in range(inputs["steps"]):
-        _step(optimizer, parameters, inputs, step)
+        harness.take_step(optimizer, parameters, inputs, step)
         for group, factor in zip(optimizer.param_groups, FACTORS, strict=False):
             group["lr"] *= factor
         answer |= harness.arrays_of(parameters, f"p{step}/")
@@ -287,7 +279,7 @@ def observe_special(zero: Any, inputs: Values, context: Context) -> Values:
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, **MOMENTUM)
     for step in range(inputs["steps"]):
-        _step(optimizer, parameters, inputs, step)
+        harness.take_step(optimizer, parameters, inputs, step)
     return harness.arrays_of(parameters, "p")
 
 
@@ -402,7 +394,7 @@ def observe_order(zero: Any, inputs: Values, context: Context) -> Values:
     for step in range(inputs["steps"]):
         parameters = [nn.Parameter(p.detach().clone()) for p in parameters]
         optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
-        _step(optimizer, parameters, inputs, step)
+        harness.take_step(optimizer, parameters, inputs, step)
     return harness.arrays_of(parameters, "p")
 
 

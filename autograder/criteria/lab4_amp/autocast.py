@@ -29,9 +29,10 @@ import torch
 from torch import nn
 
 from autograder.criteria.common.answers import told
+from autograder.criteria.common.training import wrap
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
-from autograder.criteria.lab4_amp.recorded import NEVER, GivenScaler, Recorder, wrap
+from autograder.criteria.lab4_amp.recorded import NEVER, GivenScaler, Recorder
 
 FULL = "None"  # dtype=None; its inputs are made for bf16, which is autocast's default on CPUs
 FORMATS = {"float16": "float16", "bfloat16": "bfloat16", FULL: "bfloat16"}
@@ -133,7 +134,7 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
             return ((prediction @ factors) * torch.cat([signs, -signs], dim=1)).mean()
 
         dtype = None if name == FULL else DTYPES[name]
-        train_amp(wrap(module, device), [batch] * 2, loss_fn, optimizer, scaler, dtype=dtype)
+        train_amp(wrap(module, context), [batch] * 2, loss_fn, optimizer, scaler, dtype=dtype)
         kinds = [str(p.dtype).removeprefix("torch.") for p in module.parameters()]
         answer[f"dtypes/{name}"] = sorted(set(kinds))
         if recorder.after:

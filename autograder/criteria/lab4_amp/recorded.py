@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import described_numbers
+from autograder.criteria.common.training import wrap
 from autograder.criteria.criterion import Context, Values
 from autograder.criteria.lab4_amp.formats import DTYPES
 
@@ -193,7 +193,7 @@ def run(train_amp: Any, inputs: Values, name: str, context: Context) -> Values:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=GAMMA)
     factor = settings.get("factor", 1.0)
     losses = train_amp(
-        wrap(module, device),
+        wrap(module, context),
         batches,
         lambda prediction, target: factor * oracle.mse(prediction, target),
         optimizer,
@@ -224,9 +224,3 @@ def attempt(train_amp: Any, inputs: Values, name: str, context: Context) -> Valu
         own = [f for f in frames if f.name == getattr(train_amp, "__name__", "")]
         place = f" (in {own[-1].name}: {own[-1].line})" if own else ""
         return {f"{name}/raised": f"{type(error).__name__}: {error}"[:300] + place}
-
-
-def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """torch's DDP around a module."""
-    ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(module, device_ids=ids)

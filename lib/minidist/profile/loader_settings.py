@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minidist.processes.cores import num_cores
 from minidist.profile.loader import LoaderReport, WatchedLoader
 
 
@@ -128,11 +129,7 @@ def cores_per_rank(local_world_size: int | None = None) -> int:
     """
     if local_world_size is None:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        cores = os.cpu_count() or 1
-    return max(1, cores // local_world_size)
+    return max(1, num_cores() // local_world_size)
 
 
 def _why_persistent(row: SettingsRow, batches_per_epoch: int) -> str:

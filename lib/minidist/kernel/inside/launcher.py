@@ -24,6 +24,7 @@ from typing import Any
 
 from minidist.kernel.link import Link, endpoint
 from minidist.processes import fork_server
+from minidist.processes.cores import num_cores
 from minidist.processes.lifetime import adopt_orphans
 from minidist.processes.ports import free_port, gloo_at_home
 from minidist.processes.tree import children, descendants, kill_descendants
@@ -36,13 +37,9 @@ _LOOK_AGAIN_S = 0.2
 _NEVER_S = 1e9
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _set_environment(config: dict[str, Any]) -> None:
     """Set what torch and numpy need before their import, and the variables promised to ranks."""
-    threads = str(max(1, _cores() // config["ranks"]))
+    threads = str(max(1, num_cores() // config["ranks"]))
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, threads)
     # Counting GPUs must not initialise CUDA in the process that forks.

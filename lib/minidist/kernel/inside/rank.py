@@ -33,6 +33,7 @@ from minidist.kernel.inside.diagnose import collectives_started
 from minidist.kernel.inside.errors import Shown, explain_errors
 from minidist.kernel.inside.stream import BoundedStream, make_usable
 from minidist.kernel.link import Link, socket_name
+from minidist.processes.cores import num_cores
 from minidist.processes.fork_server import reseed_numpy
 from minidist.processes.last_calls import at_terminate, is_oversized
 from minidist.processes.lifetime import die_with_parent, keep_backends
@@ -255,8 +256,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
     faulthandler.disable()
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    torch.set_num_threads(max(1, cores // config["ranks"]))
+    torch.set_num_threads(max(1, num_cores() // config["ranks"]))
     reseed_numpy()
     rank = int(os.environ["RANK"])
     link = Link(config["run_dir"], config["key"], str(rank), config["generation"])
