@@ -53,8 +53,8 @@ class RankKernel(IPythonKernel):
     collectives_before = 0
     cells_begun: ClassVar[list[tuple[int, str]]] = []  # when, in ns, and the cell's name
     executing = False  # whether there is a cell to interrupt
-    interrupted = False  # whether it was
-    interrupt_shown_s = -math.inf  # when the traceback of this was last written, by time.monotonic
+    interrupted = False  # whether the present cell was interrupted
+    interrupt_shown_s = -math.inf  # time.monotonic() of the last traceback of an interrupt
 
     async def do_execute(  # type: ignore[override]
         self,
@@ -136,11 +136,16 @@ class RankApp(IPKernelApp):
         return port
 
     def init_control(self, context: Any) -> None:
-        super().init_control(context)
-        # super() has just connected the debugger's socket to the shell's address, which is the
-        # front's here. The front would send every second request to the debugger's socket.
-        self.debug_shell_socket.close(0)
-        self.debug_shell_socket = context.socket(zmq.DEALER)
+        # super() connects the debugger's socket to the address of the shell's, which is the front's
+        # here. The front deals its requests out to all sockets that are connected there, also to
+        # one that is being closed, and this rank would miss a cell. So super() gets a shell socket
+        # without an address.
+        shell, self.shell_socket = self.shell_socket, context.socket(zmq.ROUTER)
+        try:
+            super().init_control(context)
+        finally:
+            self.shell_socket.close(0)
+            self.shell_socket = shell
 
     def init_iopub(self, context: Any) -> None:
         # PUSH, not PUB: PUSH waits where PUB would drop messages, so no output is lost.
@@ -207,7 +212,7 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
 
 
 def _pack(message: Any) -> bytes:
-    """JSON of a message, with "?" for half a character, as names of files may have."""
+    """JSON of a message, with "?" for lone surrogates, which names of files may contain."""
     try:
         return json_packer(message)
     except UnicodeEncodeError:
@@ -224,7 +229,7 @@ def _refuse_exit() -> None:
 
 
 def _draw_in_cells() -> None:
-    """Show figures of a pyplot that the launcher has imported, as of one that a cell imports."""
+    """If the launcher has imported pyplot already, switch it to the notebook's backend."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
         name = pyplot.rcParams["backend"] = os.environ["MPLBACKEND"]
@@ -284,4 +289,4 @@ def main(config: dict[str, Any], launcher: int) -> None:
     link.send({"ready": True})
     app.start()
     time.sleep(0.2)  # let the last messages leave
-    os._exit(0)  # otherwise the kernel's threads would keep a process that does not answer
+    os._exit(0)  # otherwise the kernel's threads would keep a process alive that does not answer
