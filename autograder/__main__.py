@@ -30,7 +30,7 @@ from minidist import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code, see `arguments.exit_codes`."""
     parser = _parser()
-    argcomplete.autocomplete(parser)  # if it is the shell that asks
+    argcomplete.autocomplete(parser)  # answers the shell if it asks for completions
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show ✓ must not stop the command.
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints versions without importing what is slow."""
+    """Prints versions without importing slow modules."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         packages = [f"{name} {version(name)}" for name in ("torch", "nbgrader")]
@@ -86,8 +86,7 @@ class _Version(argparse.Action):
 def run() -> NoReturn:
     """Runs one command and ends the process at once.
 
-    Python would take every module apart first. With torch and nbgrader loaded that takes a second,
-    and whoever grades a single notebook would wait for it.
+    Python's usual exit first destroys every module; with torch and nbgrader this takes a second.
     """
     code = main()
     if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
@@ -97,7 +96,7 @@ def run() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
-        sys.exit(code)  # Python says what could not be written
+        sys.exit(code)  # the normal exit reports the failed write
     os._exit(code)
 
 

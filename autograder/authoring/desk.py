@@ -19,11 +19,11 @@ from typing import Any
 import nbformat
 
 FRONT_PAGE = "Course.md"
-SETTINGS = "nbgrader_config.py"  # of the button Validate, which reads those of where it runs
+SETTINGS = "nbgrader_config.py"  # the button Validate reads this file in the folder where it runs
 
 
 def set_out(root: Path) -> Iterator[str]:
-    """Copies what is new to `root/work` and writes the front page; yields a line per news."""
+    """Copies new files to `root/work`, writes the front page, yields a line per new or kept one."""
     work = root / "work"
     work.mkdir(exist_ok=True)
     for source in _sources(root):
@@ -72,7 +72,7 @@ def front_page(root: Path) -> str:
 
 
 def _points(copy: Path) -> str:
-    """What the checks said when a lab was last saved; empty if none was run."""
+    """The points of the checks when a lab was last saved; empty if no check was run."""
     cells = [cell for cell in _cells(copy) if cell.cell_type == "code"]
     checks = [cell for cell in cells if cell.metadata.get("nbgrader", {}).get("grade")]
     if not any(cell.outputs for cell in checks):
@@ -88,9 +88,9 @@ def _points(copy: Path) -> str:
 
 
 def _same(source: Path, copy: Path) -> bool:
-    """Whether two files are alike; of notebooks, whether their cells say the same.
+    """Whether two files are equal; for notebooks, whether the cells' sources are.
 
-    JupyterLab writes a notebook anew that was only opened or run.
+    JupyterLab rewrites a notebook that was only opened or run.
     """
     if source.read_bytes() == copy.read_bytes():
         return True
@@ -102,7 +102,7 @@ def _cells(path: Path) -> list[Any]:
     """The cells of a notebook; none of a file that is no notebook."""
     try:
         return nbformat.read(path, as_version=4).cells
-    except Exception:  # of many kinds, for what a student may have made of it
+    except Exception:  # a file that a student edited may cause many kinds of errors
         return []
 
 

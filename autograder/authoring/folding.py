@@ -1,7 +1,7 @@
 """Which code cells open folded: those that mostly draw, check claims or make sliders.
 
-Their outputs teach; their code is the workshop. A cell stays open where a statement that draws
-nothing uses torch or starts ranks, and where its source has the tag "open".
+Students learn from such a cell's output, not from its code. A cell stays open if a statement that
+draws nothing uses torch or starts ranks, or if its source has the tag "open".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autograder.authoring.cells import parse_cell, split_magic
 OPEN = "open"
 FOLDED_ON_SITE = "hide-input"  # MyST-NB's name for it
 _TECHNIQUE = {"torch", "dist", "nn", "F", "launch", "run", "run_traced", "mc"}
-MIN_LINES = 4  # shorter ones are no burden
+MIN_LINES = 4  # shorter cells stay open
 _WORKSHOP = re.compile(
     r"(ax|axes|figure|new_figure|plt|display|claim|explore|show|(draw|plot)_\w+)$"
 )

@@ -2,8 +2,7 @@
 
 Such code is replaced by its outputs: students see the figures and numbers now, and get the code
 when the lab is over. All statements that need no withheld module stay, so that other cells run.
-Names decide: a statement also needs what it needs through a name, or through a file, that an
-earlier statement has made.
+A statement also needs what earlier statements needed to make the names and files that it uses.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class Cell:
     """What becomes of a code cell.
 
     Attributes:
-        source: what stays of its code; "" if nothing.
-        needs: the withheld modules that the rest needs.
-        hidden: whether statements are gone that show something; outputs take their place.
+        source: the code that stays; "" if none does.
+        needs: the withheld modules that the removed code needs.
+        hidden: whether the removed code shows something; its outputs take its place.
     """
 
     source: str
@@ -62,12 +61,12 @@ def plan_lecture(lecture: Path, library: Path, missing: Collection[str]) -> list
 
 @dataclass
 class _Reader:
-    """Reads cells in order and notes what each name leads to."""
+    """Reads cells in order and notes which withheld modules each name needs."""
 
     library: Path
     missing: frozenset[str]
     names: dict[str, frozenset[str]] = field(default_factory=dict)  # name -> modules
-    files: dict[str, frozenset[str]] = field(default_factory=dict)  # its name -> modules
+    files: dict[str, frozenset[str]] = field(default_factory=dict)  # file name -> modules
     modules: dict[str, str] = field(default_factory=dict)  # name -> module that it was imported as
 
     def read(self, source: str) -> Cell:
@@ -95,7 +94,7 @@ class _Reader:
         return Cell(head + text if text else "", needs, bool(shows))
 
     def _spoil(self, body: list[ast.stmt], wanted: dict[ast.stmt, frozenset[str]]) -> None:
-        """Drops what makes or reads something that a dropped statement of the cell may change."""
+        """Drops statements that make or read a value that a dropped statement may change."""
         needs = frozenset[str]().union(*wanted.values())
         while True:
             changed = {n for node in body if wanted[node] for n in _changed(node)}
@@ -220,7 +219,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
             yield alias.asname or alias.name.partition(".")[0], alias.name
 
 
-# A release reads each lecture for one set of missing modules after the other.
+# Cached, because each lecture is read again for every set of missing modules.
 _parse = cache(parse_cell)
 
 
@@ -314,7 +313,7 @@ def write_for_students(
 
     Args:
         lecture: the notebook, and `executed`: the same notebook with outputs.
-        cells: what becomes of each code cell (`plan_cells`).
+        cells: what becomes of each code cell (`plan_lecture`).
         until: withheld module -> the labs that withhold it.
     """
     notebook, ran = (nbformat.read(path, as_version=4) for path in (lecture, executed))

@@ -11,7 +11,7 @@ from pathlib import Path
 from autograder.course.course import RELEASED, CourseError
 from autograder.files import write_whole
 
-# What an earlier version wrote and kept.
+# What an earlier version of `autograder release` wrote, and what it kept.
 _FOLDERS = ("autograder", "lib", "labs", "solutions", "notebooks")
 _FILES = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py", "course.toml")
 _FILES += ("Makefile", "README.md")
@@ -27,7 +27,7 @@ def earlier_files(folder: Path) -> list[str]:
         raise CourseError(f"{folder} is not empty, and no earlier release: name another folder")
     names = _listed(folder) or _of_earlier_version(folder)
     root = folder.resolve()
-    # The list is a file like any other: it must not lead out of the folder.
+    # Anybody may have edited the list, so its names must not lead out of the folder.
     return [name for name in names if (root / name).parent.resolve().is_relative_to(root)]
 
 
@@ -44,9 +44,9 @@ def _of_earlier_version(folder: Path) -> list[str]:
 
 
 def _move_aside(folder: Path) -> None:
-    """Moves what is not known to be of an earlier version, which would have removed it.
+    """Moves unknown files aside; an earlier version would have removed them.
 
-    It may be a file that we no longer write, or one of yours.
+    Such a file may be one that we no longer write, or one of yours.
     """
     aside = folder / "build" / "before-release"
     for child in sorted(folder.iterdir()):
@@ -56,7 +56,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def put_in_place(draft: Path, folder: Path, earlier: Sequence[str]) -> None:
-    """Moves a finished release to its folder, and removes what an earlier one had more."""
+    """Moves a finished release to its folder, and removes files that only an earlier one had."""
     files = sorted(f.relative_to(draft).as_posix() for f in draft.rglob("*") if f.is_file())
     ours = set(earlier)
     if others := [name for name in files if os.path.lexists(folder / name) and name not in ours]:
@@ -68,7 +68,7 @@ def put_in_place(draft: Path, folder: Path, earlier: Sequence[str]) -> None:
     if (folder / RELEASED).is_file() and not _listed(folder):
         _move_aside(folder)
     head = "Written by `autograder release`, which replaces these files and no others:"
-    # Before anything is moved: an interrupted release knows the files of both.
+    # Written before any file is moved, so that the next release knows the files of both.
     _write_mark(folder, [head, *sorted(ours.union(files))])
     for name in files:
         target = folder / name
@@ -80,7 +80,7 @@ def put_in_place(draft: Path, folder: Path, earlier: Sequence[str]) -> None:
     for name in sorted(ours.difference(files), reverse=True):
         (folder / name).unlink(missing_ok=True)
         for above in (folder / name).relative_to(folder).parents[:-1]:
-            with contextlib.suppress(OSError):  # others' files are in it
+            with contextlib.suppress(OSError):  # files that are not ours are in it
                 (folder / above).rmdir()
     _write_mark(folder, [head, *files])
     folder.chmod(0o755)

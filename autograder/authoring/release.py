@@ -7,9 +7,9 @@
 
 When a lab is over, a new release with `--over LAB` adds its solution (not with
 `--without-solutions`) and the modules that it withheld, except modules that a different lab
-withholds. A lab of the calendar withholds from the first release on, as what students have once is
-theirs. Solutions of labs that are not over, the class of wrong submissions and this course's tests
-are never included.
+withholds. A lab of the calendar withholds its modules from the first release on, because students
+keep what they once have. Solutions of labs that are not over, the class of wrong submissions and
+this course's tests are never included.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_release(
         labs: labs to hand out.
         over: labs whose deadline is over; students get what these labs withheld.
         execute: runs a lecture whose outputs take the place of withheld code.
-        later: labs that are handed out another time; they withhold, too.
+        later: labs that are handed out later; their modules are withheld, too.
         solutions: students also get the solutions of labs that are over.
 
     Raises:

@@ -112,7 +112,7 @@ def _run_pool(
 
 
 def _grade(submission: Submission, class_run: ClassRun) -> Record:
-    """What a worker does; the grader itself does not need torch, and so begins sooner."""
+    """Runs in a worker; the grader itself does not import torch, and so begins sooner."""
     from autograder.submission.attempt import grade
 
     return grade(submission, class_run)

@@ -29,14 +29,14 @@ _END_WITHIN_S = 20  # a worker that is told to end first stops what it has start
 _DIES_WITHIN_S = 5  # between the end of a worker's pipe and the end of the worker
 # In a worker: whether it was told to end. Not an Event: a second signal could wait for its lock.
 _ending = False
-_servers: dict[bool, Server] = {}  # whether it has what grading needs -> the server
+_servers: dict[bool, Server] = {}  # True -> the server for grading
 
 
 def begin(*labs: str) -> None:
     """Starts the fork server, with the imports for these labs; returns at once.
 
     The server is made only once; workers for different labs import the missing modules themselves.
-    Without a lab, it is one for other work than grading, which does without torch.
+    Without a lab, the server is for work that does not need torch.
     """
     grades = bool(labs)
     if grades not in _servers:
@@ -149,7 +149,7 @@ class _Worker:
 
 
 def fork(work: Callable[..., object], *args: Any, **options: Any) -> Child:
-    """`fork_server.fork` from the server that has what a grader imports, if there is one.
+    """`fork_server.fork` from the server for grading, if there is one.
 
     Raises:
         OSError: no process could be started.

@@ -13,7 +13,7 @@ from pathlib import Path
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Set in a worker, which sees only its own GPUs: the number of GPUs that the grader has.
 ALL = "AUTOGRADER_NUM_GPUS"
-# Files of GPU drivers: NVIDIA's, on a server and on Jetson, AMD's, and that of Windows for Linux.
+# Device files of GPU drivers: NVIDIA's (servers and Jetson), AMD's, and WSL's.
 _DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 
 
@@ -30,7 +30,7 @@ def num_gpus() -> int:
 
 
 def _count() -> int:
-    """How many GPUs torch sees; without a driver it is not asked, because its import takes long."""
+    """How many GPUs torch sees; without a driver 0, and the slow import of torch is saved."""
     if not any(any(Path("/dev").glob(name)) for name in _DRIVERS):
         return 0
     import torch

@@ -111,7 +111,7 @@ class Guard:
                 reason = reason or self._gpu_excess(inside)
             if reason:
                 now = {(process.pid, process.born) for process in inside}
-                if not killed & now:  # else it has been told, and they are about to end
+                if not killed & now:  # else noted already, and they are ending
                     with self._lock:
                         self._reasons.append(reason)
                 killed = now
@@ -165,7 +165,7 @@ class Guard:
 
 
 def living(found: Iterable[Process]) -> list[Process]:
-    """Without those that have ended and wait to be reaped."""
+    """The processes without those that have ended and wait to be reaped."""
     return [p for p in found if p.num_threads > 1 or not p.headless]
 
 

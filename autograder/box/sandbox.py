@@ -17,7 +17,7 @@ Four rules for the caller:
 - To end the box, kill the started process. Its pid namespace ends with it, and so does everything
   that was forked or daemonised inside.
 - Use pipes or /dev/null as standard streams, never a file that student code must not read: student
-  code can open again what a process has open.
+  code can reopen every file that a process has open.
 
 Not in the box: the course's solutions, tests, keys and gradebook, the trusted part of this
 package, and the modules of minidist that a lab withholds. They are absent, not protected.
@@ -54,8 +54,8 @@ _SHOWN_IN_BOX = frozenset({"__init__", "py", "inside", "criteria"})
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 # In nbgrader's older versions, the exchange folder, with everybody's submissions, is below /usr.
 _HIDDEN = ("/usr/local/share/nbgrader",)
-# If the grader is root, student code could replace bwrap itself, were it not for the kernel's rule
-# that nobody can write to a running program. Kernels 6.11 and 6.12 lacked this rule for a while.
+# If the grader is root, only one rule of the kernel keeps student code from replacing bwrap: nobody
+# can write to a running program. Kernels 6.11 and 6.12 lacked this rule for a while.
 _PROBE = """
 import minidist
 try:

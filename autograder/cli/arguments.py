@@ -37,7 +37,7 @@ def exit_codes() -> list[tuple[int, str]]:
 
 
 def add_how_to_grade(command: argparse.ArgumentParser) -> None:
-    """Adds what `grade` and `watch` ask alike: how many at once, where, and in which sandbox."""
+    """Adds the options that `grade` and `watch` share: how many at once, where, which sandbox."""
     command.add_argument(
         "--jobs",
         type=positive,

@@ -71,7 +71,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     try:
         command.fill_gradebook()
     finally:
-        command.write_report()  # it links to the feedback, and is there whatever nbgrader does
+        command.write_report()  # last, as it links to the feedback; also if nbgrader failed
     return command.say_what_is_left()
 
 

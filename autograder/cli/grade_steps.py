@@ -38,7 +38,7 @@ from autograder.submission.find import Found
 
 @dataclass(kw_only=True)
 class GradeOptions:
-    """The options of `autograder grade`, named as there."""
+    """The options of `autograder grade`, under the same names."""
 
     lab: str
     executor: str = "pool"
@@ -125,7 +125,7 @@ class GradeCommand:
         left_out |= {folder.name: why for folder, why in self.left_out.items()}
         by_person: dict[str, dict[str, str]] = {}
         if not self.options.no_gradebook:
-            with contextlib.suppress(CourseError):  # nbgrader has failed, which was told
+            with contextlib.suppress(CourseError):  # nbgrader's failure was reported
                 by_person = points_by_person(self.course)
         rows = similar.rows(self.pairs), suspicious.rows(self.evidence)
         self.files += write_pages(
@@ -196,7 +196,7 @@ class GradeCommand:
             submissions, records = [s for s, _ in graded], [r for _, r in graded]
             before = self.regrading.before
             settled = find_settled(self.course, self.lab.name, submissions, records, before)
-            nbgrader, self.nbgrader = self.nbgrader, None  # which ends with the filling
+            nbgrader, self.nbgrader = self.nbgrader, None  # `fill` ends it
             feedback = fill.fill_gradebook(submissions, records, self.class_run, settled, nbgrader)
             students = [submission.student for submission in submissions]
             self.late = late_students(self.course, self.lab.name, students)

@@ -1,4 +1,4 @@
-"""Whether the grader that runs is the one that submissions, nbgrader and kernels get."""
+"""Whether submissions, nbgrader and kernels would import the grader that runs here."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from autograder.course.course import CourseError
 
 
 def foreign_code(path: Sequence[str] | None = None) -> str:
-    """Why submissions would not run with this grader; empty if they do not.
+    """Why submissions would not run with this grader; empty if they would.
 
-    `python -m autograder` in a clone takes the clone's code, and a clone without an environment of
-    its own runs it with a different one's packages: nothing that this process starts would find it.
+    `python -m autograder` in a clone runs the clone's code. If the clone has no environment of its
+    own, the processes that this one starts import a different grader from the environment in use.
 
     Args:
         path: default: `sys.path`.
     """
     root = Path(autograder.__file__).resolve().parents[1]
-    entries = list((sys.path if path is None else path)[1:])  # the first is of this process only
+    entries = list((sys.path if path is None else path)[1:])  # the first is this process's own
     for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if entry in entries:
             entries.remove(entry)

@@ -200,7 +200,7 @@ def _release_table(made: Release, calendar: Calendar) -> Table:
 
 
 def _show_plan(course: Course, labs: Sequence[str], console: Console) -> None:
-    """What is out when; and what waits meanwhile, by lecture and by module."""
+    """Prints when each lab is out, and which lecture cells and modules wait for it."""
     from autograder.authoring.release import week_by_week
 
     if not labs:
@@ -217,7 +217,7 @@ def _term_table(weeks: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
     """A row per lab, a column per lecture: how many of its code cells wait for the lab."""
     table = Table(
         box=box.SIMPLE_HEAD,
-        padding=0,  # 80 columns suffice
+        padding=0,  # to fit into 80 columns
         title="code cells that wait until a lab is over, by lecture",
         caption="A cell that waits is there with its outputs, without its code.",
     )

@@ -12,7 +12,7 @@ _NAP_S = 0.2
 class Stop:
     """Handles SIGTERM and Ctrl-C: the first asks to end, a second one ends at once.
 
-    A plain flag and naps: a handler that locks could wait for what it has interrupted.
+    `pause` polls a plain flag: a handler that takes a lock could wait for the code it interrupts.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:

@@ -30,7 +30,7 @@ from autograder.signals import handling
 
 PER_DAY, EVERY_S, SETTLE_S = 5, 10.0, 3.0
 _ONCE_WITHIN_S = 120.0  # `--once` waits this long for files that are still being written
-_SPREAD_S = 2.0  # files of new code that may come one after the other
+_SPREAD_S = 2.0  # wait until all files of an update are there
 
 
 def add_command(commands: Any) -> None:
@@ -138,7 +138,7 @@ def _loop(options: argparse.Namespace, console: Console, course: Course, stop: S
 
 
 def _begin_anew(console: Console, stop: Stop) -> None:
-    """Starts this command again: verdicts of changed code must not pass for those of the old."""
+    """Starts this command again, so that verdicts come from the code that is on disk now."""
     say(console, "the grader's code has changed: beginning anew with it")
     stop.pause(_SPREAD_S)
     if not stop.asked:

@@ -1,4 +1,4 @@
-"""One look of `autograder watch` at one lab: what is new is graded, and fed back."""
+"""One look of `autograder watch` at one lab: grades new submissions and gives feedback back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MANY = 10_000  # submissions that a cluster's queue may get at once
 
 @dataclass
 class Done:
-    """What a look has come to: whether something failed, and whether a file is still growing."""
+    """The result of a look: whether something failed, and whether a file is still growing."""
 
     failed: bool = False
     growing: bool = False
@@ -70,7 +70,7 @@ class LabWatch:
         self.students = Students(course, lab)
         self.exchange: Exchange | None = None
         self._said: dict[str, str] = {}
-        command = self._command([], console)  # is there a sandbox, is there Slurm?
+        command = self._command([], console)  # raises without sandbox or Slurm
         command.choose_runner()
         self.at_once = _MANY if options.executor == "slurm" else command.jobs
         self.inbox, self.outbox = self._places()
@@ -155,7 +155,7 @@ class LabWatch:
             self._report(last)
 
     def _batches(self, todo: Sequence[Incoming]) -> Iterator[list[Incoming]]:
-        """As many as run at once; what has failed before comes alone, and last."""
+        """Batches of as many as run at once; those that failed before come last, each alone."""
         failed = [e for e in todo if self.students[e.student].trying == e.identity]
         new = [each for each in todo if each not in failed]
         for start in range(0, len(new), self.at_once):
@@ -163,7 +163,7 @@ class LabWatch:
         yield from ([each] for each in failed)
 
     def _grade(self, batch: Sequence[Incoming], done: Done) -> GradeCommand | None:
-        """Grades some, and gives their feedback back; one by one where that fails for several."""
+        """Grades a batch and gives feedback back; if several fail together, grades each alone."""
         for each in batch:
             self.students[each.student].begin(each.identity, time.time())
         self.students.save()
@@ -199,7 +199,7 @@ class LabWatch:
         return command
 
     def _command(self, batch: Sequence[Incoming], console: Console | None = None) -> GradeCommand:
-        """`autograder grade` for these; it says nothing, as a line per student is enough."""
+        """`autograder grade` for a batch, without output: `_tell` writes a line per student."""
         options = GradeOptions(
             lab=self.lab,
             jobs=self.options.jobs,
@@ -219,7 +219,7 @@ class LabWatch:
         }
 
     def _count(self, records: Sequence[Record], known: Collection[str]) -> None:
-        """Counts what was run towards the limit: no failure of ours, and nothing unreadable."""
+        """Counts what was run towards the limit, without our failures and unreadable files."""
         for record in records:
             ran = any(each.status is not Status.INVALID for each in record.criteria)
             if ran and not record.infra and record.student not in known:
@@ -229,7 +229,7 @@ class LabWatch:
     # --- afterwards -------------------------------------------------------------------------------
 
     def _identity_after(self, each: Incoming) -> str:
-        """In nbgrader's folder, a file that is no notebook is replaced: its stand-in is not new."""
+        """The identity after grading: a stand-in in nbgrader's folder must not count as new."""
         if not each.source.is_relative_to(self.course.nbgrader):
             return each.identity
         now = identity_of(each.source)
@@ -277,7 +277,7 @@ class LabWatch:
         say(self.console, f"{now}  {self.lab}  {clean(line)}")
 
     def _say_once(self, about: str, line: str) -> None:
-        """Says a line unless it was the last about this."""
+        """Says a line unless it was the last line about the same thing."""
         if self._said.get(about) != line:
             self._said[about] = line
             self._tell(line)

@@ -6,10 +6,10 @@
 
     [calendar.lab1_ddp]
     release = 2026-10-12 08:00:00     from then on `autograder release` hands it out
-    due = 2026-10-26                  a date alone is the end of that day; of the others, its start
+    due = 2026-10-26                  a date alone: the end of that day; in other keys, its start
     solutions = 2026-11-09            from then on `autograder release` shows its solution
     late_per_day = 10                 points off for each begun day after `due`
-    late_at_most = 50                 and no more than these
+    late_at_most = 50                 maximum of points off
     late_grace_minutes = 15           not late before this has passed
 
 Every key may be left out. A lab that is not here has no due date, and is handed out at once. One
@@ -143,7 +143,7 @@ def read_date(value: Any, zone: tzinfo, where: str, *, ends_day: bool) -> dateti
         OptionsError: it is neither a date nor a time.
     """
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):  # told below
+        with contextlib.suppress(ValueError):  # reported below
             value = date.fromisoformat(value) if len(value) == 10 else parse_time(value, zone)
     if isinstance(value, datetime):
         aware = value if value.tzinfo is not None else value.replace(tzinfo=zone)

@@ -20,7 +20,7 @@ from autograder.criteria import get_lab
 from autograder.criteria.criterion import Lab
 
 KEY_BYTES = 32
-RELEASED = ".released-by-autograder"  # is in what `autograder release` writes for students
+RELEASED = ".released-by-autograder"  # a file that marks what `autograder release` has written
 # Grades, answers, and what `nbgrader zip_collect` unpacks.
 _PRIVATE = ("build", "solutions", "tests/zoo", "downloaded")
 
@@ -135,9 +135,9 @@ class Course:
             raise CourseError(str(error)) from None
 
     def make_private(self) -> None:
-        """Keeps others on this machine from answers and grades; a release is meant for them.
+        """Makes answers and grades unreadable to others on this machine, except in a release.
 
-        On a Hub, every student could read the course's folder. Folders of somebody else stay.
+        On a Hub, every student could read the course's folder. Skips folders of a different owner.
         """
         for name in self.readable_by_others():
             with contextlib.suppress(OSError):

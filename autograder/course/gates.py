@@ -22,12 +22,12 @@ def apply_gates(lab: Lab, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     plain = [_without_rule(lab, verdict) for verdict in verdicts]
     passed = {verdict.criterion for verdict in plain if not verdict.status.is_lost}
     closed = [gate for gate in lab.gates if len(passed.intersection(gate.criteria)) < gate.needed]
-    total = round(sum(verdict.points for verdict in plain), 6)  # without errors of floats
+    total = round(sum(verdict.points for verdict in plain), 6)  # without float errors
     gate = min(closed, key=lambda gate: gate.at_most, default=None)
     if gate is None or total <= gate.at_most:
         return tuple(plain)
     cents = [math.floor(100 * verdict.points * gate.at_most / total) for verdict in plain]
-    rest = round(100 * gate.at_most) - sum(cents)  # of rounding down; one to each of the first
+    rest = round(100 * gate.at_most) - sum(cents)  # lost by rounding down; one each for the first
     for place, verdict in enumerate(plain):
         if rest and verdict.points:
             cents[place], rest = cents[place] + 1, rest - 1

@@ -34,7 +34,7 @@ _GIT = re.compile(  # and `date`, whose zone is before the year
     r"(?: (\S+))? (\d{4})(?: (\S+))?"
 )
 _UNIX = re.compile(r"@?(\d{9,11})(?: (\S+))?")
-# RFC 2822, 4.3, gives these names one meaning each; of others, email.utils makes UTC.
+# RFC 2822, 4.3, gives each of these names one meaning; email.utils reads other names as UTC.
 _NAMED = {"UTC": 0, "UT": 0, "GMT": 0, "Z": 0, "EST": -5, "EDT": -4, "CST": -6, "CDT": -5}
 _NAMED |= {"MST": -7, "MDT": -6, "PST": -8, "PDT": -7}
 _MAX_OFFSET = timedelta(hours=14)
@@ -79,7 +79,7 @@ def _parse(text: str, zone: tzinfo) -> datetime:
 
 
 def _mail(text: str, where: tzinfo) -> datetime:
-    """A date of RFC 2822; a day of the week that is not that date's is an error."""
+    """A date of RFC 2822; a wrong day of the week is an error."""
     read = parsedate_to_datetime(f"{text} -0000")
     weekday = text.partition(",")[0] if "," in text else ""
     if weekday and weekday != read.strftime("%a"):

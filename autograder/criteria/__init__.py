@@ -1,6 +1,6 @@
 """The criteria of every lab, one folder per lab; its `table.py` lists them.
 
-A lab's table is there without torch: see `later`. `parts_of` has the modules behind it.
+A lab's table does not import torch: see `later`. `parts_of` names the modules of a lab.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def find_criterion(name: str) -> tuple[Lab, Criterion]:
 
 
 def _most_likely_first(criterion: str) -> Iterator[str]:
-    """All labs; nothing is read while one from the beginning is the right one."""
-    # A rank got the table that it needs from its launcher; to import all would take 40 ms.
+    """All labs, first those whose tables are loaded; files are read only if these are wrong."""
+    # A rank got the table that it needs from its launcher; importing all would take 40 ms.
     loaded = [lab for lab in lab_names() if _table(lab) in sys.modules]
     yield from loaded
 

@@ -45,7 +45,7 @@ class Status(StrEnum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the submission has failed; not where the criterion could not be tested."""
+        """Whether the submission has failed; False if the criterion could not be tested."""
         return self not in (Status.PASS, Status.BLOCKED, Status.INFRA)
 
 
@@ -129,9 +129,9 @@ class Criterion:
         between_ranks: the criterion is about what ranks exchange, so a single rank always passes.
         fault_hint: is added to the message if the collectives of the emulated ranks do not match.
         stand_ins: functions of earlier tasks that the subject calls, as the notebook names them.
-            If the criterion is lost, and one of `relies_on` is lost, too, the check runs again
-            with those of the same names in the lab's `ours.py`, and that run counts: one fault
-            costs one criterion. Students have no `ours.py`; the referee sends it for such a run.
+            If the criterion and one of `relies_on` are lost, the check runs again with the
+            functions of the same names in the lab's `ours.py`, and the second run counts: one
+            fault costs one criterion. Students have no `ours.py`; the referee sends it.
         relies_on: the criteria that judge what `stand_ins` replaces.
         needs: the hardware: nothing, a CUDA device, or a CUDA device for each rank of the node. If
             the hardware is missing, the criterion is BLOCKED. If it is there, the points are extra,
@@ -182,7 +182,7 @@ class Gate:
     Attributes:
         idea: in a few words, joined by hyphens; also the name in course.toml.
         criteria: those that nobody passes without the idea.
-        needed: how many of them must pass: whoever has the idea and slips in one, passes another.
+        needed: how many of them must pass; the rest may be lost to a slip.
         at_most: the lab's points if fewer pass.
     """
 
@@ -209,8 +209,8 @@ class Lab:
     """A lab: its criteria, its world sizes, its limits.
 
     Attributes:
-        withheld: module of minidist -> what it would answer; students do not have it while the lab
-            is open, and neither have submissions that are graded.
+        withheld: module of minidist -> the solution in it. Neither students nor submissions that
+            are graded have the module while the lab is open.
         gates: ideas without which the lab is not passed.
     """
 

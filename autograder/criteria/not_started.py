@@ -11,6 +11,6 @@ _BARE = re.compile(r"\bNotImplementedError:? *$", re.MULTILINE)
 
 
 def is_not_started(error: BaseException | str) -> bool:
-    """Also where a different process met it, and only the text of its error or its log is left."""
+    """Whether `error`, or the text of an error or log of a different process, says so."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return _BARE.search(text) is not None

@@ -1,6 +1,6 @@
 """Finds the people of a class that a download names: by id, address, name or group.
 
-Only what is equal counts, but for case, accents and signs; what looks similar is a proposal.
+Names match if they are equal but for case, accents and signs; similar names are only proposed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ClassList:
         self.people, self.said = people, said
         self.used: set[str] = set()
         self.problems: dict[str, None] = {}  # in order, each once
-        self.numbers: dict[str, Owner] = {}  # student -> who it was the first time
+        self.numbers: dict[str, Owner] = {}  # student -> the first owner that was this student
         self.by_key: dict[str, set[str]] = {}
         self.by_name: dict[str, set[str]] = {}
         self.groups: dict[str, set[str]] = {}
@@ -37,7 +37,7 @@ class ClassList:
                 self.groups.setdefault(plain(person.group), set()).add(person.id)
 
     def find(self, owner: Owner) -> list[str]:
-        """The students; empty if there is a problem, which is kept."""
+        """The students; empty if there is a problem, which is noted in `problems`."""
         name = next((n for n in (owner.label, *owner.names[:1]) if n in self.said), None)
         if name is not None:
             self.used.add(name)

@@ -1,7 +1,7 @@
 """`autograder collect`: a download of a learning platform becomes STUDENT/LAB/LAB.ipynb.
 
-Everybody in the download is somebody in the class list, or nothing is written and all who are not
-are named. A match is an equal id, address or name; what only looks similar is a proposal.
+If somebody in the download is not in the class list, nothing is written and all such people are
+named. Only an equal id, address or name is a match; similar names are only proposed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autograder.gradebook.roster import Roster
 from autograder.gradebook.unpack import WORK, DownloadError, open_download
 from autograder.submission.find import Found, display_name, find_submissions
 
-_SHOWN = 5  # files that are kept to be named where no notebook is
+_SHOWN = 5  # files that are kept, to name them, if there is no notebook
 
 
 @dataclass
@@ -71,10 +71,10 @@ def collect(
     Raises:
         DownloadError: the download cannot be read, or somebody in it is not in the class list or
             could be several people; nothing was written.
-        ValueError: a student's notebooks could both be meant; nothing was written.
+        ValueError: several notebooks of a student could be meant; nothing was written.
     """
     into.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target: moving what is complete needs no room, so that it cannot fail half-way.
+    # On the file system of the target: moving needs no room there, so it cannot fail half-way.
     with tempfile.TemporaryDirectory(dir=into.parent, prefix=WORK) as folder:
         work, staged = Path(folder) / "unpacked", Path(folder) / "staged"
         work.mkdir()
@@ -145,7 +145,7 @@ def _by_student(
 
 
 class _Deadlines:
-    """Whose deadline is when, and what was handed in before it."""
+    """Each student's deadline, and which of several attempts counts."""
 
     def __init__(self, course: Course, lab: str) -> None:
         self.due, self.zone = due_date(course, lab), course.calendar.zone
@@ -163,7 +163,7 @@ class _Deadlines:
         return handed.when > deadline
 
     def choose(self, student: str, attempts: Sequence[HandedIn]) -> HandedIn:
-        """The last with a notebook before the deadline, else the last with one, else the last."""
+        """The last attempt with a notebook in time, else the last with one, else the last."""
         return max(
             enumerate(attempts),
             key=lambda each: (
@@ -174,7 +174,7 @@ class _Deadlines:
         )[1]
 
     def time_of(self, student: str, handed: HandedIn) -> datetime | None:
-        """When it was handed in. Of a mark without a time, the least that it can mean."""
+        """When it was handed in; the earliest late time if only a late mark is known."""
         if handed.when is None and handed.late and self.due is not None:
             return self.due + self.grace + timedelta(seconds=1)
         return handed.when
@@ -194,7 +194,7 @@ class _Deadlines:
 
 
 def _stage(handed: HandedIn, lab: str, folder: Path) -> None:
-    """Writes the notebooks of an attempt; if there is none, some of what there is."""
+    """Writes the notebooks of an attempt; if there is none, some of its other files."""
     folder.mkdir(parents=True)
     notebooks = [n for n in handed.files if n.casefold().endswith(".ipynb")]
     called = [n for n in notebooks if PurePosixPath(n).stem.casefold() == lab.casefold()]
@@ -207,7 +207,7 @@ def _stage(handed: HandedIn, lab: str, folder: Path) -> None:
 
 
 def _keep_one(staged: Path, lab: str, done: Collected) -> None:
-    """Names each student's notebook as the lab is named; says who has none."""
+    """Renames each student's notebook to LAB.ipynb, deletes others, and says who has none."""
     found = find_submissions([staged], lab) if any(staged.glob("*/*/*.ipynb")) else Found([], {})
     whose = {
         submission.path.parent.parent.name: submission.path for submission in found.submissions

@@ -1,8 +1,8 @@
 """nbgrader's commands, in one process that imports nbgrader while a class is being graded.
 
 Importing nbgrader takes longer than most of its commands, and on its command line each command is a
-process of its own. Here each command is a fork of a process that has imported nbgrader already, so
-it finds nbgrader as it is when it has just been started.
+process of its own. Here each command is a fork of a process that has imported nbgrader and run
+nothing, so no command sees what an earlier one has changed in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAID = 3000  # characters of a failed command's output that are shown
 
 
 class NbGrader:
-    """The process. A command that was begun and not waited for is waited for before the next.
+    """The process. `begin` first waits for the command before it, if nobody has.
 
     Args:
         course: the commands run in its folder.

@@ -89,7 +89,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _goes_on(inside: list[Path], lab: str) -> bool:
-    """Whether the only folder of a download is one around the download, and not a student's."""
+    """Whether the only folder contains the download, and is not a student's."""
     systems, within = _SYSTEMS[:-1], _entries(inside[0])
     if any(known(inside, lab) for _, known, _ in systems) or (inside[0] / ".git").exists():
         return False
@@ -140,7 +140,7 @@ def _moodle(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> It
         files = of.setdefault((found["name"], found["number"]), {})
         files |= files_below(path) if path.is_dir() else {found["file"]: path}
     for (name, number), files in of.items():
-        # A group's name stands before that of each member.
+        # If groups hand in, each member's name follows the group's name.
         names = (name, *_after(name, [name for name, _ in of], 2))
         keys = frozenset({f"LMS participant {number}"})
         owner = Owner(f"{name} ({number})", keys, names, number)
@@ -148,10 +148,10 @@ def _moodle(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> It
 
 
 def _after(name: str, all_names: Sequence[str], least: float) -> tuple[str, ...]:
-    """What is behind each hyphen in a name, the longest first, if others begin in the same way.
+    """The parts of a name after its hyphens, the longest first, if enough names share the start.
 
     Args:
-        least: how many names must begin like this; one name alone may begin with anything.
+        least: how many names must have the same start; not needed if there is only one name.
     """
     starts = [match.end() for match in re.finditer("-", name)]
     return tuple(

@@ -1,8 +1,8 @@
-"""nbgrader's exchange: what comes in, what goes out, and what submissions from elsewhere lack.
+"""nbgrader's exchange: collects submissions, and releases feedback.
 
-nbgrader takes for granted that every submission came through its exchange. One that came out of a
-folder, a zip or an LMS has neither a time nor a secret, so that `nbgrader release_feedback` ended
-there, for the whole class.
+nbgrader assumes that every submission came through its exchange. A submission from a folder, a zip
+or an LMS has neither a time nor a secret, so `nbgrader release_feedback` would fail there, for the
+whole class.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from autograder.gradebook.incoming import SECRET
 from autograder.gradebook.roster import may_be_id
 from autograder.submission.find import display_name
 
-_AGAIN_S = 600.0  # until what failed is tried again
-_ONE_BY_ONE = 4  # students who are collected one by one, so that nbgrader stumbles over one only
+_AGAIN_S = 600.0  # wait before a failed collection is tried again
+_ONE_BY_ONE = 4  # up to so many students are collected one by one, so that one cannot stop others
 
 
 class ReleaseFeedback(ExchangeReleaseFeedback):
     """Releases everybody's feedback.
 
     A student fetches it by the secret of the submission, which nbgrader made when it was handed in
-    through the exchange. A page of anybody else gets a name that only the course's key tells.
+    through the exchange. Any other submission gets a secret that is made from the course's key.
     """
 
     def copy_files(self) -> None:
@@ -84,13 +84,13 @@ class Exchange:
             )
         self.submitted = course.nbgrader / "submitted"
         self._collected: dict[str, set[str]] = {}  # lab -> names of folders
-        self._failed: dict[str, tuple[set[str], float]] = {}  # and when to try again
+        self._failed: dict[str, tuple[set[str], float]] = {}  # lab -> names, time of the next try
 
     def collect(self, lab: str, now: float) -> Iterator[str]:
         """Has nbgrader collect everybody's newest submission, if there is something new.
 
         Yields:
-            What went wrong: a submission that nbgrader stumbles over stops nobody else's.
+            What went wrong; a submission on which nbgrader fails does not stop the others.
         """
         there = {name for name in os.listdir(self.inbound) if f"+{lab}+" in name}
         done = self._collected.setdefault(lab, set())

@@ -46,7 +46,7 @@ def check_names(submissions: Sequence[Submission]) -> None:
 
 
 def begin_nbgrader(course: Course, lab: str) -> NbGrader:
-    """Starts nbgrader, which takes the lab into its gradebook meanwhile: that needs no verdicts."""
+    """Starts nbgrader, which puts the lab into its gradebook while the class is graded."""
     # nbgrader deletes a release before it writes the new one, and may fail in between. So it gets
     # its own release folder, and not the one with the students' notebooks.
     release = course.nbgrader / "release"
@@ -150,19 +150,19 @@ def _copy_time(path: Path, target: Path) -> None:
 
 
 def _rewrite_time(notebook: Path) -> None:
-    """Writes a time that we can read in the one form that nbgrader reads as we do."""
+    """Rewrites a time that we can read, in the only form that nbgrader reads the same way."""
     path = notebook.with_name(TIMESTAMP)
     try:
         text = handed_in_at(notebook)
     except ValueError:
-        return  # told by `_unreadable`
+        return  # `_unreadable` reports it
     if text and path.read_bytes() != text.encode():
         write_whole(path, text.encode())
 
 
 @contextmanager
 def _quiet_nbformat() -> Iterator[None]:
-    """What nbformat logs about a notebook is for its author, and not for a class's terminal."""
+    """Silences nbformat: its log about a notebook is for the author, not for our terminal."""
     logger = logging.getLogger("traitlets")
     before, logger.disabled = logger.disabled, True
     try:
@@ -174,13 +174,13 @@ def _quiet_nbformat() -> Iterator[None]:
 def _is_readable(path: Path) -> bool:
     """Whether nbformat can read the notebook; nbformat is stricter than intake.
 
-    nbgrader reads outputs, too: it gets a copy without them of a notebook that has very many.
+    nbgrader reads outputs, too. So it gets a copy without outputs of a file that is too big.
     """
     try:
         if path.stat().st_size > IntakeLimits().max_bytes:
             return False
         with warnings.catch_warnings(), _quiet_nbformat():
-            warnings.simplefilter("ignore")  # one for each cell without an id, or with a second one
+            warnings.simplefilter("ignore")  # one per cell without an id, or with an id twice
             notebook = nbformat.read(path, as_version=nbformat.current_nbformat)
             nbformat.validate(notebook)
     except Exception:

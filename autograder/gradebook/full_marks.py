@@ -21,7 +21,7 @@ from autograder.criteria import lab_names
 
 
 def leave_reflections_out(book: Gradebook, lab: str) -> None:
-    """Makes the lab's full marks in the gradebook those of its criteria, if the lab is there."""
+    """Sets the maximum of reflections to 0 in the gradebook, if the lab is there."""
     try:
         notebooks: Any = book.find_assignment(lab).notebooks
     except MissingEntry:
@@ -34,7 +34,7 @@ def leave_reflections_out(book: Gradebook, lab: str) -> None:
 
 
 def max_score(assignment: Any) -> float:
-    """Full marks of an assignment in the gradebook, which an older version may have filled.
+    """Full marks of an assignment, also in a gradebook that an older version has filled.
 
     An assignment that is no lab of this course has the full marks that nbgrader gives it.
     """
@@ -46,8 +46,8 @@ def max_score(assignment: Any) -> float:
 def offer_reflection_points() -> None:
     """Lets formgrader offer a reflection's points, which it would cap at 0.
 
-    formgrader reads a cell's most points from `Grade.to_dict`, and this is the only place where
-    these are not the cell's share of the full marks.
+    formgrader reads a cell's maximum from `Grade.to_dict`. Everything else reads the cell's share
+    of the full marks, which stays 0.
     """
     plain = Grade.to_dict
     if getattr(plain, "offers_reflections", False):

@@ -12,7 +12,7 @@ from pathlib import Path
 from autograder.gradebook.unpack import MAX_FILE_BYTES, DownloadError, unpack
 from autograder.submission.find import TOOLS_OWN, display_name
 
-# A checkout's configuration runs nothing, and its owner does not matter.
+# Runs nothing that a checkout's configuration names, and accepts a checkout of any owner.
 _GIT = ("git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
 _GIT += ("-c", "protocol.allow=never", "-c", "log.showSignature=false", "-c", "core.pager=cat")
 
@@ -25,7 +25,7 @@ class Owner:
         label: for people to read.
         keys: addresses and ids, each of which means one person.
         names: other names; the first that the class list knows counts.
-        number: of the person there, so that a different number is a different person.
+        number: the download's number of the person; a different number is a different person.
     """
 
     label: str
@@ -42,7 +42,7 @@ class HandedIn:
         owners: several for a group.
         files: name -> file, or name in the commit.
         when: in UTC, if the download says it; late: whether the download says so.
-        order: of what has no time, the higher was handed in later.
+        order: without times, the attempt with the higher number was handed in later.
         commit: (checkout, commit) that the files are in; None for files on disk.
     """
 
@@ -80,7 +80,7 @@ def files_below(folder: Path) -> dict[str, Path]:
 
 
 def unzipped(handed: HandedIn, work: Path, others: list[str]) -> HandedIn:
-    """With the content of its zips, if no notebook is beside them."""
+    """The attempt with the content of its zips, if no notebook is beside them."""
     zips = [path for path in handed.files.values() if path.suffix.casefold() == ".zip"]
     if handed.has_notebook or handed.commit is not None or not zips:
         return handed
@@ -90,7 +90,7 @@ def unzipped(handed: HandedIn, work: Path, others: list[str]) -> HandedIn:
         into.mkdir()
         try:
             unpack(path, into)
-        except DownloadError as error:  # of one student, who must not stop the class
+        except DownloadError as error:  # one student's zip must not stop the class
             others.append(f"{display_name(handed.source)}: {error}")
             continue
         files |= files_below(into)

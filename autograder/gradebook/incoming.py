@@ -1,4 +1,4 @@
-"""What has come in since the last look: found by content, complete, and copied before it is graded.
+"""Finds complete submissions with new content, and copies them before they are graded.
 
     build/watch/LAB/STUDENT/LAB.ipynb, timestamp.txt    what was taken last
 
@@ -38,12 +38,12 @@ Signature = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Incoming:
-    """A submission that is there as a whole.
+    """A submission that is complete.
 
     Attributes:
-        submission: of the copy.
+        submission: the student, and the path of the copy.
         source: the notebook that was handed in.
-        identity: "CONTENT.REST", of the content, and of the time and the secret.
+        identity: "CONTENT.REST", hashes of the content, and of the time and the secret.
     """
 
     submission: Submission
@@ -72,7 +72,7 @@ class Look:
 
 
 class Inbox:
-    """A folder of a class that students hand in to, and one lab of theirs."""
+    """A class's folder that students hand in to, for one lab."""
 
     def __init__(self, course: Course, lab: str, folder: Path, settle_s: float) -> None:
         self.lab, self.folder, self.settle_s = lab, folder, settle_s
@@ -85,7 +85,7 @@ class Inbox:
         """Copies what is new and complete.
 
         Args:
-            returned: student -> identity of what needs nothing any more.
+            returned: student -> identity of the submission whose feedback the student has.
 
         Raises:
             ValueError: the folder is not there, or could be a student's as well as a class's.
@@ -112,7 +112,7 @@ class Inbox:
         return result
 
     def _find(self) -> Found:
-        """Reads the notebooks only if something has changed: a look costs names and sizes."""
+        """Reads notebooks only if something has changed; else only names, sizes and times."""
         state = _fingerprint(self.folder)
         if self._found is None or self._found[0] != state:
             self._found = state, find_submissions([self.folder], self.lab, strict=False)
@@ -124,7 +124,7 @@ class Inbox:
         if before != state:
             before, since = state, time.monotonic()
             self._seen[source] = state, since
-        # What has no times has gone since the folder was read, or its folder cannot be entered.
+        # No times: the file has gone since the folder was read, or its folder cannot be entered.
         changed_s = max(max(each[3:]) for each in state if each) / 1e9 if state[0] else math.inf
         quiet = max(time.time() - changed_s, time.monotonic() - since)
         return quiet >= self.settle_s and (quiet >= PATIENCE_S or _is_whole(source))
@@ -176,7 +176,7 @@ def _signature(notebook: Path) -> Signature:
 
 
 def _state_of(path: Path | str) -> tuple[int, ...]:
-    """Inode, size, mode and times; ctime tells of changes that keep the other time."""
+    """Inode, size, mode and times; ctime shows changes that keep mtime."""
     try:
         of = os.lstat(path)
     except OSError:
@@ -222,7 +222,7 @@ def same_but_for_content(one: str, other: str) -> bool:
 
 
 def _is_whole(notebook: Path) -> bool:
-    """Whether the file is complete JSON; something else than a file cannot grow."""
+    """Whether the file is complete JSON; True for anything but a file, which cannot grow."""
     descriptor = _open(notebook)
     if descriptor is None:
         return True
@@ -237,7 +237,7 @@ def _is_whole(notebook: Path) -> bool:
 
 
 def _draft(source: Path, folder: Path) -> Path | None:
-    """A copy of a regular file of a bearable size, on disk; None of anything else."""
+    """A copy, on disk, of a regular file up to the size limit; None of anything else."""
     descriptor = _open(source)
     if descriptor is None:
         return None

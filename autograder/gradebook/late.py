@@ -174,7 +174,7 @@ def _keep(book: Gradebook, course: Course, lab: str, new: Collection[str]) -> se
     for student in new:
         if student in extensions:
             book.update_or_create_student(student)
-            with warnings.catch_warnings():  # nbgrader makes the parts of a submission before it
+            with warnings.catch_warnings():  # nbgrader adds the parts before the submission
                 warnings.simplefilter("ignore", SAWarning)
                 book.update_or_create_submission(lab, student)
     changed = set()

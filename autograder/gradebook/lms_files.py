@@ -38,7 +38,7 @@ class Column:
     """One lab: its column in the LMS, and the full marks in that column.
 
     Attributes:
-        cap: no grade is above full marks; otherwise reflections and extra points may lift it there.
+        cap: no grade is above full marks; otherwise reflections and extra points may lift it above.
     """
 
     lab: str

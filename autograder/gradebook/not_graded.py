@@ -1,8 +1,8 @@
-"""Who has no grade although they are in the class, per lab: what `publish` and reports have to say.
+"""Students of the class without a grade in a lab, and why: for `publish` and for reports.
 
 nbgrader's gradebook cannot tell a student who handed in nothing from one whom our grader failed. So
-both are kept in `build/nbgrader/LAB.not_graded.json`, and are students of the gradebook without a
-submission.
+`build/nbgrader/LAB.not_graded.json` names both with the reason; in the gradebook, both are students
+without a submission.
 """
 
 from __future__ import annotations

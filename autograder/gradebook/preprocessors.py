@@ -92,7 +92,7 @@ class ReadWithIntake(_Bridge):
         return intake.notebook, resources
 
     def _correct_time(self, submission: Submission, names: dict[str, Any]) -> None:
-        """Takes the time of submission as we read it: nbgrader takes -0800 for 800 seconds."""
+        """Stores the time as we read it, because nbgrader reads -0800 as 800 seconds."""
         try:
             text = handed_in_at(submission.path)
         except ValueError as error:
@@ -119,7 +119,7 @@ class GradeWithReferee(_Bridge):
         class_run = ClassRun(course, lab.name, lab.grading_world_size, sandboxed=True)
         record = known_record(submission, class_run)  # may come from a machine with a sandbox
         if record is None:
-            from autograder.submission.attempt import grade  # with torch, which others spare
+            from autograder.submission.attempt import grade  # slow: imports torch
 
             bundled = not probe_support().works and is_bundled(submission.path, lab.name)
             sandboxed = choose_sandbox(self.trusted, bundled)

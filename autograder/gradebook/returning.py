@@ -62,8 +62,8 @@ class Beside:
     def _write(self, incoming: Incoming, name: str, content: bytes | None) -> None:
         """Writes a file whole, or removes it.
 
-        Students can write there: a link that one puts in the way must lead us nowhere. Whoever may
-        read the notebook may read the page.
+        Students can write to the folder, so no link in it is followed. Whoever may read the
+        notebook may read the page.
         """
         top, below = self.inside, incoming.source.parent
         if self.elsewhere is not None:

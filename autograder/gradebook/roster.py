@@ -1,7 +1,7 @@
 """Reads a class list from Canvas, Moodle, Gradescope or nbgrader, and puts it into nbgrader.
 
-A column's name tells its meaning. These names are known, and Moodle's in German, French, Spanish,
-Italian, Dutch and Portuguese; case, accents and punctuation do not matter:
+A column's name tells its meaning. These names are known, and Moodle's names in German, French,
+Spanish, Italian, Dutch and Portuguese; case, accents and punctuation do not matter:
 
     id          student_id, username, SIS Login ID, login, netid, SID, id  (the folder's name)
     names       first_name, last_name, surname, or both as Student, name, full name
@@ -81,7 +81,7 @@ class Roster:
 
     Attributes:
         columns: the names of its columns.
-        unused: those of them whose meaning is not known.
+        unused: the columns whose meaning is not known.
     """
 
     path: Path

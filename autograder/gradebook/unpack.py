@@ -23,7 +23,7 @@ MAX_RATIO = 100  # of a zip's content to its size; notebooks with pictures have 
 _SMALL_BYTES = 64 << 20  # below, the ratio does not matter
 _PIECE_BYTES = 1 << 20
 _SHOWN = 5
-WORK = ".collecting-"  # how names of our own folders begin, which may lie in the download
+WORK = ".collecting-"  # prefix of our own folders, which may be in the download
 
 
 class DownloadError(ValueError):
@@ -123,7 +123,7 @@ def _write(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, path
         with archive.open(member) as source, target.open("xb") as file:
             while piece := source.read(_PIECE_BYTES):
                 left -= len(piece)
-                if left < 0:  # the zip's table lies
+                if left < 0:  # the size in the zip's table is false
                     raise DownloadError(f"{path}: {display_name(member.filename)!r} is too long")
                 file.write(piece)
     except FileExistsError:

@@ -1,11 +1,11 @@
 """`nbgrader validate`, and JupyterLab's Validate button: the verdict of the checks, nothing else.
 
 nbgrader fails a check's cell that wrote a line to stderr, whatever the check says. torch and
-students write warnings there, and grading does not mind them. So what a cell wrote to stderr is
-shown as its normal output, except that a check was not started.
+students write warnings there, and grading does not mind them. So stderr is shown as the cell's
+normal output, except the line that a check was not started.
 
-nbgrader says which checks fail, but no points. JupyterLab's window has room for them in one place
-only, above what the first of these checks says.
+nbgrader says which checks fail, but no points. JupyterLab's window can show points in one place
+only, above the output of the first check that fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_STARTED = re.compile(rf"^{NOT_STARTED}, ", re.MULTILINE)
 
 
 def forgive_warnings() -> None:
-    """Makes nbgrader's Execute do so; its Validator takes no other preprocessors, nor a hook."""
+    """Makes Execute show stderr as normal output; nbgrader's Validator has no hook for this."""
     plain: Any = Execute.on_cell_executed
     if getattr(plain, "forgives_warnings", False):
         return
@@ -42,7 +42,7 @@ def forgive_warnings() -> None:
 
 
 def tell_points() -> None:
-    """Makes nbgrader's Validator do so; it asks nobody what to say."""
+    """Makes nbgrader's Validator show the points; it has no hook for this."""
     plain: Any = Validator._get_failed_cells
     if getattr(plain, "tells_points", False):
         return

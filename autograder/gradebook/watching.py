@@ -1,7 +1,7 @@
-"""What a watch remembers of each student, in `build/watch/LAB.json`: a killed watch goes on.
+"""What a watch remembers of each student, in `build/watch/LAB.json`, in case it is killed.
 
-The file is written whole, before and after each thing that must not be done twice. It needs no
-verdicts: the journal has them. Without the file everything is looked at again, nothing is graded
+The file is written whole, before and after each thing that must not be done twice. The
+journal keeps the verdicts. Without the file everything is looked at again, nothing is graded
 again, and all feedback is given back once more.
 """
 
@@ -31,8 +31,8 @@ class Known:
     Attributes:
         returned: identity of the submission whose feedback the student has.
         graded_at: when this student's submissions were graded, within the last day.
-        trying: identity of a submission that was begun and not returned; tries: how often, and
-            not again before `retry_at`. So a submission that kills the grader holds up nobody else.
+        trying: identity of a submission that was begun `tries` times and not returned; it waits
+            until `retry_at`, so that one that kills the grader does not delay others.
         told: what the student was last told about having to wait.
     """
 
@@ -49,7 +49,7 @@ class Known:
         return recent[-per_day] + DAY_S if len(recent) >= per_day else None
 
     def begin(self, identity: str, now: float) -> None:
-        """Notes that grading begins: at once again after one failure, then later and later."""
+        """Notes that grading begins; the first retry may follow at once, later ones wait longer."""
         self.tries = self.tries + 1 if self.trying == identity else 1
         self.trying = identity
         wait = _RETRY_S * 2 ** min(self.tries - 2, 16) if self.tries > 1 else 0.0

@@ -1,7 +1,7 @@
 """Messages between a rank's probe and the referee: a JSON header, then raw arrays, no pickles.
 
-[Note: the referee's protocol] has the kinds. A message is a kind, a dict of JSON fields and a dict
-of named NumPy arrays:
+[Note: the referee's protocol] lists the kinds. A message is a kind, a dict of JSON fields and a
+dict of named NumPy arrays:
 
 >>> import socket
 >>> a, b = socket.socketpair()

@@ -34,7 +34,7 @@ from autograder.inside.messages import Message, receive, send
 from minidist.errors import DeadlineError, MinidistError, ProtocolError
 
 START_DEADLINE_S = 60.0
-# Of an error in the check itself.
+# The place of an error that no line of the student's code raised.
 NOT_IN_STUDENTS_LINES = "in the use of what your code returned or left behind, in no line of yours"
 NOT_STARTED = "not started"  # `nbgrader validate` counts a check that says so as failed
 NOT_WRITTEN = "not written yet"  # message of a check whose cell is still as it was handed out
@@ -47,7 +47,7 @@ class CheckFailed(AssertionError):
     def _render_traceback_(self) -> list[str]:
         """IPython shows this instead of a traceback through the grader's code.
 
-        `nbgrader validate` cuts longer lines off. Indented ones are of code, and stay.
+        `nbgrader validate` cuts long lines off, so they are wrapped, except indented lines (code).
         """
         lines = str(self).split("\n")
         wrap = functools.partial(textwrap.wrap, width=82, break_long_words=False)
@@ -71,7 +71,7 @@ _base_store: Any = None
 def attach() -> None:
     """Connects this rank to the referee; called by the kernel before any user code.
 
-    Without GPUs, cells see two nodes as checks do: what they read of them may be used in a check.
+    Without GPUs, cells see the two nodes that checks see: a check may use what a cell has read.
 
     Raises:
         DeadlineError: there is no referee at the path in MINIDIST_REFEREE.
@@ -152,8 +152,7 @@ def _ours(names: tuple[str, ...], source: str) -> dict[str, Any]:
 def _standing_in(subject: Any, stand_ins: Mapping[str, Any]) -> Iterator[Any]:
     """Replaces functions of the notebook that `subject` was written in, while a check runs.
 
-    Yields the subject; where it is a tuple of functions, ours are in the place of those of the
-    same names.
+    Yields the subject; in a tuple of functions, ours replace the functions of the same names.
     """
     if not stand_ins:
         yield subject
@@ -229,7 +228,7 @@ def describe_error(error: BaseException) -> str:
         if _is_students(frame.filename):
             cell = _cell_name(frame.filename)
             place = f" ({cell or frame.filename}, line {frame.lineno}: {frame.line})"
-    told = frames and (frames[-1].line or "").startswith("raise ")  # the check says what it misses
+    told = frames and (frames[-1].line or "").startswith("raise ")  # such an error explains itself
     if not place and not told and not (isinstance(error, MinidistError) or is_not_started(error)):
         place = f" ({NOT_IN_STUDENTS_LINES})"
     if is_not_started(error):
@@ -340,7 +339,7 @@ def _cuda_works() -> bool:
 def _agent_serves() -> bool:
     """Whether torch's agent serves the store at MASTER_ADDR, as under torchrun.
 
-    The kernel takes the first variable away from its ranks; `minidist.launch` sets it to False.
+    The kernel removes TORCHELASTIC_USE_AGENT_STORE, and `minidist.launch` sets it to False.
     """
     told = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     return told == "True" or (told is None and "TORCHELASTIC_RUN_ID" in os.environ)

@@ -34,8 +34,8 @@ from autograder.submission.attempt import run_once
 from autograder.submission.class_run import ClassRun
 from autograder.submission.engine import InfrastructureError
 
-KEY = "00" * 32  # the same draws in every run: what was found by chance is found again
-# A check that ends like this costs its deadline or fresh ranks each time, and inputs do not matter.
+KEY = "00" * 32  # the same draws in every run, so that every failure can be repeated
+# Checks that end so run once: a run costs a deadline or fresh ranks, and draws do not matter.
 NO_LUCK = (Status.TIMEOUT, Status.RANK_LOST)
 WALL_S = 4 * 3600
 
@@ -102,7 +102,7 @@ def verify_draws(
             together = entries if alone else combine(entries)
             first = problems_of(together, progress)
             bad = [entry for entry, found in zip(together, first, strict=True) if found]
-            # Faults that hide one another are no luck: their parts run once more, each alone.
+            # One fault may hide a different one: the parts run once more, each alone.
             again = problems_of([part for entry in bad for part in entry.parts], progress)
         first = [f for e, f in zip(together, first, strict=True) if not e.parts]
         problems = [problem for found in [*first, *again] for problem in found]

@@ -1,14 +1,14 @@
 """The bundled class: wrong, unusual and right submissions, each a small change of the reference.
 
 A file tests/zoo/LAB/NAME.py replaces whole solution cells of the reference, NAME.diff single lines
-of them (`zoo_file.py`). What it says of the submission has these lines:
+of them (`zoo_file.py`). The text about the submission has these lines:
 
 - `loses:` lists criteria; also possible: `nothing`, `everything`.
 - `base: starter` (optional) takes the other solution cells from the untouched lab.
 - `class: example` (optional) puts the submission into the class that `make grade` shows.
-- `misses:` (optional) names the idea of the lab that the submission misses, so that it must not
-  pass: the gate that keeps it out. No other submission may lose points to a gate.
-- `because:` says why one fault costs several criteria; where it does, the line must be there.
+- `misses:` (optional) names the idea of a gate that the submission misses, so that it must not
+  pass. No other submission may lose points to a gate.
+- `because:` says why one fault costs several criteria; required if it does.
 - `status:` (optional) names the exact status of a lost criterion; without it any loss will do.
 - `says:` (optional) names a lost criterion and words that its message must have.
 """
@@ -45,7 +45,7 @@ class ZooEntry:
         loses: the criteria that the submission must lose; it must pass all others.
         statuses: criterion -> status, for criteria of `loses` with a `status:` line.
         says: criterion -> words of its message, for criteria of `loses` with a `says:` line.
-        misses: the idea of the lab that it misses, a gate's; or "".
+        misses: the idea of a gate, if the submission misses it; else "".
         in_example: whether it is in the class that `make grade` shows (`class: example`).
         notebook: what the student hands in.
         replaced: name of a replaced solution cell -> its source.
@@ -77,7 +77,7 @@ class ZooEntry:
 def load_zoo(lab: str, *patterns: str, root: Path = COURSE_ROOT) -> list[ZooEntry]:
     """The entries of a lab whose names match a pattern such as "right_*", sorted by name.
 
-    Without patterns, all of them: a few seconds.
+    Without patterns, all entries; this takes a few seconds.
 
     Raises:
         BuildError: an entry names a cell or a criterion that the lab does not have, or has no

@@ -40,7 +40,7 @@ Change = Callable[[str], str]
 
 
 def read_zoo_file(path: Path) -> tuple[str, dict[str, Change]]:
-    """What the file says of the submission; and per solution cell, what makes the new source.
+    """The file's text about the submission; and per solution cell, a function old -> new source.
 
     Raises:
         BuildError: the file has neither form; a change raises it if the cell does not fit.

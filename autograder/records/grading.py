@@ -23,8 +23,8 @@ class Grading:
         record: its verdicts.
         seed_id: the id from which its draws were made; empty if nothing was run.
         grader_version: version of the grader that judged it; empty if nothing was run.
-        filed_as: key of this record in the journal: another one for a file that stands in for
-            what was graded.
+        filed_as: key of this record in the journal; differs from `key` if `fill` has filed the
+            record again for a stand-in file.
     """
 
     key: str

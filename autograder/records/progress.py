@@ -75,7 +75,7 @@ def birth(pid: int) -> str:
         return ""
 
 
-# --- what the reader makes of it ----------------------------------------------------------------
+# --- how the reader builds batches from the notes -----------------------------------------------
 
 
 class Tail:

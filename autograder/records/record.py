@@ -148,7 +148,7 @@ def _status(json: Mapping[str, Any], where: str) -> Status:
 
 def _name(json: Mapping[str, Any], name: str, where: str) -> str:
     text = read_field(json, name, str, where)
-    if "\0" in text:  # no path may have it
+    if "\0" in text:  # no path can contain it
         raise ValueError(f"{where}.{name}: expected a name, got {reprlib.repr(text)}")
     return text
 
@@ -175,7 +175,7 @@ def read_field(json: Mapping[str, Any], name: str, kind: type, where: str) -> An
     right = isinstance(value, (int, float) if kind is float else kind)
     if kind in (int, float):
         expected += f" from 0 to {MAX_NUMBER:g}"
-        right = right and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER  # nan is not
+        right = right and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER  # false for nan
     if not right:
         raise ValueError(f"{place}: expected {expected}, got {reprlib.repr(value)}")
     return value

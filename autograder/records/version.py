@@ -20,7 +20,7 @@ from typing import Any
 
 import minidist
 
-# What handles a submission, in this package: whole folders, and the files at the top of a folder.
+# The parts of this package that handle submissions: folders, and files at the top of a folder.
 _SEEN_BY_SUBMISSIONS = (
     "__init__.py",
     "box",
@@ -47,8 +47,8 @@ def submission_key(sha256: str, lab: str, world_size: int, grader_version: str) 
 def grader_version(lab: str, *also: bytes, code: bytes = b"") -> str:
     """A short hash of all our code that can change a lab's verdicts.
 
-    The versions of Python and torch are part of the hash. It is cached, because a process loads
-    the code only once, too.
+    The versions of Python and torch are part of the hash. The result is cached, because a process
+    also loads the code only once.
 
     Args:
         lab: name of the lab.

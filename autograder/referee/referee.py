@@ -13,7 +13,7 @@ has one connection for checks and one for the emulated cluster, whose broker bel
             blocked and message       (only for extra points: this machine lacks the hardware)
 
 1. The grader opens a check (`open`): the referee draws the inputs of all ranks with secret seeds.
-2. Each rank asks once, and gets its own inputs. Those whose names begin with "_" stay here.
+2. Each rank asks once, and gets its own inputs, except those whose names begin with "_".
 3. Each rank runs the student's code and answers once. The first answer counts, and only for the
    open check. A rank cannot send a verdict: there is no message for it.
 4. The grader closes the check (`close`) when the cell has ended or the deadline has passed. If all
@@ -172,7 +172,7 @@ class Referee:
         Args:
             missing: the status of a rank that did not answer.
             reason: why a rank did not answer, in words for the student (the kernel's diagnosis).
-            ranks: rank -> status, for ranks without an answer of which the kernel knows more.
+            ranks: rank -> status, for ranks without an answer whose status the kernel knows.
         """
         with self._changed:
             opened, self._open = self._open, None
@@ -187,7 +187,7 @@ class Referee:
                 statuses.append(Status.PASS)
             elif rank in opened.errors:
                 statuses.append(Status.STUDENT_ERROR)
-                # `_message` names the rank; an error of minidist does so itself.
+                # `_message` adds the rank, so remove the rank that errors of minidist already have.
                 notes.append(Finding(opened.errors[rank].replace(f"[rank {rank}] ", "", 1), rank))
             elif rank in opened.blocked:
                 statuses.append(Status.BLOCKED)

@@ -16,7 +16,7 @@ from autograder.records.grading import Grading, class_of, latest, read_history
 from autograder.records.record import Record
 from autograder.submission.class_run import ClassRun
 
-NOTHING = "–"  # the criterion was not there
+NOTHING = "–"  # shown for a criterion that one of the gradings does not have
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def choose(submissions: Sequence[Submission], students: Sequence[str]) -> list[S
 def handed_in_before(
     history: Sequence[Grading], lab: str, students: Sequence[str]
 ) -> list[Submission]:
-    """The submissions of these students that were graded last, whatever the file names are.
+    """The submissions of these students that were graded last, under any file name.
 
     Raises:
         ValueError: a student was never graded in this lab, or a file no longer exists.

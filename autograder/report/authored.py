@@ -40,7 +40,7 @@ def name_of(cell: NotebookNode) -> str:
     return str(cell.metadata.get("nbgrader", {}).get("grade_id") or "")
 
 
-@functools.lru_cache(maxsize=128)  # of a class, many cells are equal; each is looked at often
+@functools.lru_cache(maxsize=128)  # many cells of a class are equal, and each is parsed often
 def _parsed(source: str) -> ast.Module | Exception:
     try:
         return ast.parse(source)
@@ -49,7 +49,7 @@ def _parsed(source: str) -> ast.Module | Exception:
 
 
 def parse(source: str) -> ast.Module:
-    """The tree of a cell's code, which nobody may change; empty if it is not Python."""
+    """The tree of a cell's code, cached, so do not change it; empty if it is not Python."""
     tree = _parsed(source)
     return tree if isinstance(tree, ast.Module) else ast.Module([], [])
 

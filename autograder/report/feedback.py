@@ -1,7 +1,7 @@
-"""A student's feedback page: what is lost and why, what a person still reads, then the notebook.
+"""A student's feedback page: lost points and why, answers that a person grades, the notebook.
 
 `TellStudents` collects the rows from nbgrader's gradebook, templates/student/index.html.j2 draws
-them. The page has no scripts and loads nothing; see `safe_html` for what a student wrote.
+them. The page has no scripts and loads nothing; `safe_html` cleans what a student wrote.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Check:
         task: the heading of the task to reread.
         score: the points in the gradebook; None if it could not be tested.
         points: full points, 0 for extra points.
-        message: why points are lost, or what is worth knowing though none are.
+        message: why points are lost, or a remark if none are lost.
         ranks: the status of each rank.
     """
 
@@ -113,7 +113,7 @@ class Feedback:
 
     @property
     def lost(self) -> list[list[Check]]:
-        """What went wrong; checks that tell the same stand together."""
+        """What went wrong; checks with equal status and message are in one group."""
         told: dict[tuple[Status, str], list[Check]] = {}
         for check in self.checks:
             if check.status.is_lost and check.status is not Status.INVALID:
@@ -137,7 +137,7 @@ class Feedback:
 
     @property
     def style(self) -> str:
-        """The style sheet: the report's, and what only this page has."""
+        """The style sheets of the report and of this page."""
         sheets = (_HERE / "page.css", TEMPLATES / "student" / "page.css")
         return "\n".join(sheet.read_text("utf-8") for sheet in sheets)
 
@@ -173,7 +173,7 @@ def read_check(lab: Lab, cell: NotebookNode) -> Check | None:
 
 
 def question_of(source: str) -> str:
-    """The first sentences of a cell that asks, without marks of emphasis.
+    """The first sentences of a question's cell, without Markdown's marks.
 
     >>> question_of("**1. What happens\\nwith `DDP`?** Say why.\\n\\nYOUR ANSWER HERE")
     '1. What happens with DDP? Say why.'
@@ -183,7 +183,7 @@ def question_of(source: str) -> str:
 
 
 def show_hidden(html: str) -> str:
-    """The page with every character visible that reorders or hides text, as its code point.
+    """The page with code points in place of characters that reorder or hide text.
 
     >>> show_hidden("a\\u202eb")
     'a⟨U+202E⟩b'
@@ -207,7 +207,7 @@ class FeedbackExporter(HTMLExporter):
 
     @property
     def default_config(self) -> Config:
-        """nbconvert's, with our template, and pictures before what only a script could show."""
+        """nbconvert's, with our template; pictures are preferred to outputs that need a script."""
         shown = [
             *("image/png", "image/jpeg", "image/svg+xml"),
             *("text/html", "text/markdown", "text/plain"),
@@ -217,7 +217,7 @@ class FeedbackExporter(HTMLExporter):
         config.merge(
             Config(
                 {
-                    "FeedbackExporter": ours,  # comes before what nbgrader asks of an HTMLExporter
+                    "FeedbackExporter": ours,  # overrides nbgrader's options of HTMLExporter
                     "NbConvertBase": {"display_data_priority": shown},
                 }
             )
@@ -230,8 +230,8 @@ class FeedbackExporter(HTMLExporter):
         """The page, and nbconvert's resources."""
         highlight_rank_cells()
         self.register_filter("highlight_code", _coloured)
-        # HTMLExporter's own method would parse the page again, for what our template has already;
-        # more than half of the time went into that.
+        # HTMLExporter's own method would parse the page again, to add what our template has.
+        # This would more than double the time.
         html, made = super(HTMLExporter, self).from_notebook_node(nb, resources, **kw)
         return show_hidden(html), made
 

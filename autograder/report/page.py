@@ -36,9 +36,9 @@ class Part:
         similar: rows of `similar.rows`.
         suspicious: rows of `suspicious.rows`.
         left_out: student or folder of the class without a grade -> why.
-        link: the lab's own page, if that says more.
+        link: the lab's own page, if that page says more.
         feedback: student -> link to the feedback page.
-        by_person: student -> points of a person, which come on top of the score.
+        by_person: student -> points that a person gave, on top of the score.
     """
 
     records: Sequence[Record]
@@ -276,7 +276,7 @@ def _details(record: Record, number: int, feedback: str) -> str:
     done = f"<p class=sub>Passed: {_esc(', '.join(passed))}</p>" if passed else ""
     flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
     more = f' · <a href="{_esc(feedback)}">feedback that the student gets</a>' if feedback else ""
-    # A browser opens the details that a link's target is in, not those that are the target.
+    # A browser opens <details> around a link's target, but not <details> that is the target.
     return (
         f"<details><summary><span class=who>{_esc(record.student)}</span>"
         f"<span class=num>{_esc(score_of(record))}</span>{flag}"
@@ -316,7 +316,7 @@ def _points(criterion: Verdict) -> str:
     return f"{points} of {criterion.max_points:g}{extra}"
 
 
-_SCROLLS = "<div class=scroll tabindex=0>"  # for the keyboard, too
+_SCROLLS = "<div class=scroll tabindex=0>"  # the keyboard can scroll it, too
 _PAGE = """<!doctype html>
 <html lang=en>
 <head>

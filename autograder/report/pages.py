@@ -3,7 +3,7 @@
     build/reports/LAB.html, LAB.csv   every student who was ever graded in the lab
     build/report.html, grades.csv     all labs
 
-So late notebooks, or a second lab, add to a report and take nobody out of it. The bundled example
+So late notebooks, or a second lab, add to a report and remove nobody. The bundled example
 is no class: it gets the pages over all labs only while nobody else was graded.
 """
 
@@ -37,8 +37,8 @@ def write_pages(
     Args:
         history: every finished grading, this one included.
         lab: the lab that was graded now.
-        part: its records, and what there is to look at; the feedback is added here.
-        by_person: lab -> student -> points of a person, of every lab.
+        part: the lab's records and findings; feedback and points by a person are added here.
+        by_person: lab -> student -> points that a person gave, of every lab.
     """
     pages = course.build / "reports"
     name = f"{lab}.example" if is_example else lab

@@ -2,7 +2,7 @@
 
 A check measures with clocks, with torch and with the client of the emulated cluster, and all of
 these are in the process of the submission. Names are followed through imports, aliases, getattr,
-`__dict__`, `sys.modules` and the text of `exec`; as in `suspicious`, nobody is stopped who hides.
+`__dict__`, `sys.modules` and the text of `exec`; an author who wants to hide can avoid all this.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 import minidist
 from autograder.report.authored import parse
 
-# Of torch and NumPy, settings may be set, and collectives may be wrapped to see what is sent.
+# A notebook may change settings of torch and NumPy, and wrap collectives to see what is sent.
 _PATCHED = frozenset({"time", "datetime", "builtins", "minidist", "autograder", "torch", "numpy"})
 _MAY_BE_SET = frozenset({"backends", "config", "random", "distributed"})
-# Labs use these modules of the emulated cluster; all others are what a rank is measured with.
+# Labs use these modules of the emulated cluster; checks measure a rank with the others.
 _OPEN_IN_EMULATE = frozenset({"clusters", "plan", "simulate", "teach", "trace"})
 _EMULATE = Path(minidist.__file__).parent / "emulate"
 _OF_EMULATE = {module.name for module in pkgutil.iter_modules([str(_EMULATE)])}
@@ -29,7 +29,7 @@ _MACHINERY = {
 }
 _CHANGE_ITS_OBJECT = ("update", "pop", "setdefault", "clear", "__setitem__", "__setattr__")
 _CHANGE_THEIR_FIRST = ("setattr", "delattr", "object", "dict", "__setattr__", "__delattr__")
-_CHANGE_A_PATH = ("patch", "setattr", "delattr")  # "time.sleep", of mock and pytest
+_CHANGE_A_PATH = ("patch", "setattr", "delattr")  # mock and pytest take a path such as "time.sleep"
 _RUN_TEXT = ("exec", "eval", "compile")
 _DOTTED = re.compile(r"\w+(?:\.\w+)+")
 _MAX_STEPS = 20
@@ -65,7 +65,7 @@ def reached(tree: ast.AST, names: Mapping[str, str]) -> Iterator[tuple[str, int]
 def _in_scopes(
     tree: ast.AST, names: Mapping[str, str]
 ) -> Iterator[tuple[ast.AST, Mapping[str, str]]]:
-    """Every node with what names mean there: in `def f(t)`, t is no module."""
+    """Every node, with the names' meanings in its scope: in `def f(t)`, t is no module."""
     todo = [(tree, names)]
     while todo:
         node, known = todo.pop()
@@ -90,7 +90,7 @@ def _note(node: ast.AST, names: dict[str, str]) -> None:
 
 
 def _assigned(tree: ast.AST) -> set[str]:
-    """Names that a cell gives to something of its own."""
+    """Names that a cell assigns."""
     return {
         node.id
         for node in ast.walk(tree)
@@ -99,7 +99,7 @@ def _assigned(tree: ast.AST) -> set[str]:
 
 
 def _resolve(node: ast.AST, names: Mapping[str, str]) -> str:
-    """The dotted name that an expression means; empty if it starts at no module."""
+    """The dotted name that an expression means; empty if it does not start at a module."""
     parts: list[str] = []
     for _ in range(_MAX_STEPS):
         if isinstance(node, ast.Name):

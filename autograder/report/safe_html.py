@@ -1,8 +1,8 @@
 """Cleans a submission's HTML for display: keeps text and structure, removes everything that runs.
 
-`SAFE` makes them nbconvert's filters. Feedback and formgrader show what a
-student wrote and what student code displayed. A script in there would run with the rights of the
-person who opens the page; in formgrader this is the instructor, who may change every grade.
+`SAFE` makes `clean` and `markdown` nbconvert's filters. Feedback and formgrader show what a student
+wrote and what student code displayed. A script in such content would run with the rights of whoever
+opens the page; in formgrader this is the instructor, who may change every grade.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_DEPTH = 100
 MAX_CELL_CHARS = 20_000
 MAX_CODE_CHARS = 300_000
 MAX_RICH_CHARS = 3_000_000
-# Of formulas, which take a millisecond each: how many of a cell are drawn, and how long they are.
+# A formula takes a millisecond: how many of a cell are drawn, and how long each may be.
 MAX_FORMULAS = 300
 MAX_FORMULA_CHARS = 2000
 _XMLNS = ' xmlns="http://www.w3.org/1998/Math/MathML"'
@@ -128,7 +128,7 @@ def shorten(notebook: NotebookNode) -> None:
 
 
 class _Renderer(IPythonRenderer):
-    """Leaves a mark in place of each formula: the HTML around them is cleaned, they are MathML."""
+    """Leaves a mark in place of each formula, because `clean` would show MathML as text."""
 
     def __init__(self, attachments: dict[str, dict[str, str]]) -> None:
         super().__init__(escape=False, exclude_anchor_links=True, attachments=attachments)
@@ -145,7 +145,7 @@ class _Renderer(IPythonRenderer):
         return self._put(rf"\begin{{{name}}}{body}\end{{{name}}}", "block")
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
-        """A picture; in place of a missing attachment, its text."""
+        """A picture, or its text if the attachment is missing."""
         try:
             return super().image(text, url, title)
         except InvalidNotebook:
@@ -162,7 +162,7 @@ class _Renderer(IPythonRenderer):
 
 
 def mathml(tex: str, display: Literal["inline", "block"]) -> str:
-    r"""A formula as MathML; as code where it cannot be read, or is long.
+    r"""A formula as MathML, or as code if it cannot be read or is too long.
 
     >>> mathml(r"\nonsense{N}", "inline")
     '<code>\\nonsense{N}</code>'
@@ -171,7 +171,7 @@ def mathml(tex: str, display: Literal["inline", "block"]) -> str:
         if len(tex) > MAX_FORMULA_CHARS:
             return _as_code(tex)
         tree = ElementTree.fromstring(convert(tex, display=display).replace(_XMLNS, ""))
-    except Exception:  # of many kinds, for whatever a student may write
+    except Exception:  # a student's formula may cause many kinds of errors
         return _as_code(tex)
     for part in tree.iter():
         if part.tag not in MATH_TAGS or (part.text or "").startswith("\\"):
@@ -179,7 +179,7 @@ def mathml(tex: str, display: Literal["inline", "block"]) -> str:
         part.attrib = {k: v for k, v in part.attrib.items() if k in MATH_ATTRIBUTES}
     tree.set("alttext", tex)
     if display == "block":
-        tree.set("tabindex", "0")  # a wide one is scrolled
+        tree.set("tabindex", "0")  # the keyboard can scroll a wide formula
     return ElementTree.tostring(tree, encoding="unicode")
 
 
@@ -192,7 +192,7 @@ def markdown(context: Mapping[str, Any], source: str) -> str:
     """Markdown as clean HTML, with formulas as MathML.
 
     Args:
-        context: the template's; its "cell" may have attachments.
+        context: the template's context; its "cell" may have attachments.
 
     >>> markdown({}, "**a** [b](javascript:x) <script>c</script>").strip()
     '<p><strong>a</strong> <a>b</a> &lt;script&gt;c&lt;/script&gt;</p>'

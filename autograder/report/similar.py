@@ -8,9 +8,9 @@ two notebooks is the share of the shorter one's runs that the longer one has, to
         dist.all_reduce(param.grad)                       ->         dist.all_reduce(v.grad)
 
 Short tasks have few right answers, so a high share is a reason to read both, but no proof. A run
-that many different notebooks of a class have belongs to the task's idiom and does not count. Copies
-of one notebook are one there, however many: else half a class that copied would be the idiom.
-Against our answers and those of earlier terms, every run counts that the template does not give.
+that many different notebooks of a class have belongs to the task's idiom and does not count. For
+this, copies count as one notebook, else a notebook that half a class copied would be the idiom. In
+comparisons with our answers and with earlier terms, every run counts that is not in the template.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NEAR = 0.85  # pairs are shown from this share of common runs on
 # than this number of them.
 COMMON = 0.25
 MIN_COMMON = 6
-# Notebooks that share so much are copies of one. Right answers on one template stay below it. A
-# copy that was rewritten counts as a notebook of its own: it has cost the copier the work of one.
+# Notebooks that share this much are copies of one. Independent right answers share less. A copy
+# that was rewritten so far that it shares less counts as a different notebook.
 COPY = 0.93
 MAX_ROWS = 200  # rows in the report
 MAX_CHARS = 200_000  # of a notebook's code cells; the rest is not compared
@@ -181,7 +181,7 @@ def _pair(
 
 
 def _copies(works: Mapping[str, _Work], template: _Work) -> list[list[_Work]]:
-    """The works in groups: those that are near-identical, directly or by others, are together."""
+    """Groups of works that are near-identical, directly or through works in between."""
     group = {name: [name] for name in works}
     for one, other in combinations(works, 2):
         if group[one] is group[other]:
@@ -238,7 +238,7 @@ def _chosen_names(sources: Sequence[str]) -> frozenset[str]:
     """Names that the author gave to variables, arguments, attributes, functions and classes."""
     names: set[str] = set()
     for source in sources:
-        # Names stay that only a cell defines which is not Python.
+        # A name stays if it is defined only in a cell that is not Python.
         for node in ast.walk(parse(source)):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)

@@ -2,9 +2,9 @@
 
 Evidence is a name or string that the notebook uses and the course's own solution of the same task
 does not. Examples are a ready-made class of torch if the task is to write one, and tools to inspect
-the process, the machine or the grader; `reaching` adds patched modules, and what is taken out of
-the course's machinery. There may be good reasons to use these, and an author who wants to hide can
-write such names in a different way. A finding is worth a question; no finding proves nothing.
+the process, the machine or the grader; `reaching` adds patched modules, and uses of the course's
+machinery. There may be good reasons to use these, and an author who wants to hide can write such
+names in a different way. So a finding is a reason to ask, and a lack of findings proves nothing.
 """
 
 from __future__ import annotations

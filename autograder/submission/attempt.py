@@ -112,7 +112,7 @@ def run_once(
 
     Args:
         seed_id: the same seed_id gives the same draws, if course key and criteria are the same. A
-            function is asked for it each time that a check is opened.
+            function is called each time that a check is opened.
         executed: path where the executed notebook is written.
         note: called with each verdict and its cell's time in seconds, before the next cell runs.
 

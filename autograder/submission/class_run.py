@@ -23,7 +23,7 @@ from autograder.submission.intake import Intake, read_submission
 
 @dataclass(frozen=True)
 class ClassRun:
-    """How a class is graded in one lab; whatever it reads, submissions too, it reads once.
+    """How a class is graded in one lab; every file, submissions included, is read only once.
 
     Args:
         course: where files and key are.
@@ -101,7 +101,7 @@ class ClassRun:
         return executed_path(self.course, self.lab_name, key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that a worker needs, without what may be long."""
+        """The state that a worker needs, without values that may be long."""
         long = ("history", "before", "finished", "solution", "_read")
         return {k: v for k, v in self.__dict__.items() if k not in long}
 

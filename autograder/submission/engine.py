@@ -139,7 +139,7 @@ class _Run:
             startup_timeout=int(START_TIMEOUT_S),
             extra_arguments=list(session.kernel_arguments),
             on_cell_executed=self._executed,
-            coalesce_streams=False,  # would take the square of a line's length; Tidier joins them
+            coalesce_streams=False,  # slow: the square of a line's length; Tidier joins streams
         )
         self.deadline_s = session.lab.cell_deadline_s
         self.tidier = Tidier(session.lab.limits.output_bytes)
@@ -165,8 +165,8 @@ class _Run:
             raise InfrastructureError(f"the kernel failed: {error}") from error
         finally:
             if self.client.km is None:
-                # The kernel has been ended. After a start that failed, nbclient keeps this, and it
-                # would raise when the process ends.
+                # The kernel has ended. After a failed start, nbclient leaves this exit handler,
+                # which would raise when the process ends.
                 atexit.unregister(self.client._cleanup_kernel)
             if self.guard is not None:
                 self.guard.stop()
@@ -211,7 +211,7 @@ class _Run:
         if check is None and meta.replay:
             past = CellToRerun(cell.source, cell.execution_count or 0, meta.kind == "given")
             self.session.worked.append(past.defining() if kind in BROKEN else past)
-        # A rank that the emulated cluster has lost would miss in the next check, too.
+        # A rank that the emulated cluster has lost would be missing in the next check, too.
         self.broken = kind in BROKEN or (check is not None and self.session.referee.misses_ranks())
         self.nb_man.cell_complete(cell, index)
 
@@ -221,8 +221,8 @@ class _Run:
         """Runs a cell whose rank was lost once more, because an earlier cell may have ended it.
 
         The earlier cells run without their bare calls, then with their definitions only. If ranks
-        are lost all the same, this cell is to blame, and the earlier cells stay as they were. So
-        they do if the student's code raises with definitions only: a value may be what it misses.
+        are lost again, this cell is to blame, and the earlier cells keep their code. They also keep
+        it if the cell raises with definitions only, because a value may then be missing.
 
         Returns:
             the verdict of a second try at a check that lost no rank, else None.
@@ -248,7 +248,7 @@ class _Run:
     async def _with_stand_ins(
         self, criterion: Criterion, cell: NotebookNode, verdict: Verdict, causes: list[str]
     ) -> Verdict:
-        """Runs a lost check again with ours for functions of earlier tasks; the verdict of both."""
+        """Runs a lost check again with our functions for earlier tasks; judges by both runs."""
         if self.outcome["kind"] in BROKEN and not await self._fresh_ranks():
             self.ends_at = 0.0
             return verdict
@@ -269,8 +269,8 @@ class _Run:
     def _shorten(self) -> bool:
         """Takes the bare calls out of the cells to rerun; if there are none, all but definitions.
 
-        Neither the last cell nor the running one is the likeliest to blame: how long a timer runs
-        decides when a rank dies, and that must not decide about marks.
+        All cells are shortened, because nobody can tell which one is to blame: a timer may end a
+        rank at any later time, and this time must not decide about marks.
 
         Returns:
             whether there was something to take out.

@@ -1,7 +1,7 @@
 """Finds the submissions of a class: files and folders, and whose they are.
 
-Everything in a class's folder becomes a submission or is named with the reason why not. What could
-be two things stops the grading, with all names at once.
+Everything in a class's folder becomes a submission or is named with the reason why not. A folder
+that could be two submissions stops the grading; all such folders are named at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Found:
     notes: dict[Path, str] = field(default_factory=dict)
 
     def explain(self) -> Iterator[str]:
-        """One line per thing found: taken as whom, or why not."""
+        """One line per thing found: whose submission it is, or why it is none."""
         for submission in self.submissions:
             note = self.notes.get(submission.path, "")
             yield f"{submission.student}: {submission.path}{f' ({note})' if note else ''}"
@@ -84,7 +84,7 @@ def find_submissions(paths: Sequence[Path], lab: str, *, strict: bool = True) ->
             here = list(_submissions(path, lab, everything, unclear))
         except OSError as error:
             why = f"{path} cannot be listed: {error.strerror}"
-            if not os.path.lexists(path):  # it may go while it is read
+            if not os.path.lexists(path):  # it may have been removed meanwhile
                 why = f"there is no file or folder {path}"
             raise ValueError(why) from None
         except AmbiguousError as error:
@@ -145,7 +145,7 @@ def _submissions(
 
 
 def _of_child(child: Path, inside: Path, lab: str, found: Found) -> Path | None:
-    """The submission in something that a class's folder holds; else `found` says why not."""
+    """The submission in an entry of a class's folder; if there is none, `found` says why."""
     name = child.name
     if name in TOOLS_OWN:
         return None

@@ -35,7 +35,7 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MAX_NOTES = 50
-_MAX_EMPTY = 100  # empty cells that are kept, so that numbers of cells stay those of the student
+_MAX_EMPTY = 100  # up to so many empty cells stay, to keep the student's cell numbers
 _PIECE_BYTES = 4 * MIB
 
 

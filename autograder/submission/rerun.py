@@ -1,4 +1,4 @@
-"""What of a cell runs again on fresh ranks: the whole cell, or a part that cannot end a rank later.
+"""Which part of a cell runs again on fresh ranks: all of it, or what cannot end a rank later.
 
 A cell that has ended well may have left something behind that ends its rank some time later: a
 thread, a timer, a callback. Nobody can say which cell that was. So after a loss the cells run again
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-MAX_SOURCE_CHARS = 50_000  # longer cells are skipped: the time may grow with the square
+MAX_SOURCE_CHARS = 50_000  # longer cells are skipped: time may grow with their square
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -72,7 +72,7 @@ def without_calls(source: str) -> str:
     try:
         tree = ast.parse(TransformerManager().transform_cell(source))
         return ast.unparse(ast.fix_missing_locations(_WithoutCalls().visit(tree)))
-    except Exception:  # as above
+    except Exception:  # as in `definitions`
         return ""
 
 

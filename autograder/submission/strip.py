@@ -1,7 +1,7 @@
 """Drops the outputs of a notebook while its file is read, whatever their size.
 
-Outputs are thrown away anyway, and one picture too many must not cost a grade. So a file is limited
-by what is left without them. The reader goes over the bytes once, keeps no output in memory, and
+Outputs are dropped anyway, and one picture too many must not cost a grade. So the size limit is for
+the file without outputs. The reader goes over the bytes once, keeps no output in memory, and
 knows just enough JSON to find the list "outputs" of a cell; `json` reads the rest afterwards.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 _NEXT = re.compile(rb'["\[\]{}]')
-# Groups are repeated so many times at most and not possessively, which Python 3.11.4 gets wrong.
+# Python 3.11.4 matches possessive groups wrongly; so groups backtrack, at most 1000 times.
 _IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,1000}', re.DOTALL)
 # Whole strings and all between them, for speed: outputs may have a million short ones.
 _NO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+){0,1000}"){0,1000}', re.DOTALL)
@@ -37,8 +37,8 @@ class Stripper:
         self._open = bytearray()  # the first brackets that are open
         self._list = b""  # the key of the list that is open in the notebook: "cells", or another
         self._outside = 0  # depth of the outputs' list while in it, else 0
-        self._string: bytearray | None = None  # the string that is being read, cut at its length
-        self._last = b""  # the last string: before the bracket of a value, its key
+        self._string: bytearray | None = None  # start of the current string
+        self._last = b""  # the last string; at an opening bracket, the key of the value
         self._escape = b""  # a backslash at the end of a piece
 
     def feed(self, piece: bytes) -> None:
@@ -48,7 +48,7 @@ class Stripper:
             TooBigError: a limit is exceeded.
         """
         piece, self._escape = self._escape + piece, b""
-        at = begin = 0  # `begin`: where the part begins that is not copied yet
+        at = begin = 0  # `begin`: start of the part that is not copied yet
         while at < len(piece):
             if self._string is not None:
                 at = self._read_string(piece, at)

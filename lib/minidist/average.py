@@ -1,4 +1,4 @@
-"""A moving average of weights (EMA), whole or sharded: for evaluation, in place of the last ones.
+"""A moving average of weights (EMA), whole or sharded, to evaluate instead of the last weights.
 
     average <- decay * average + (1 - decay) * weights        after every step of the optimiser
 

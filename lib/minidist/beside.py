@@ -10,8 +10,8 @@ Example, on every rank::
     )
 
 All ways get the same weights and batches. Times of the real clock are medians over rounds in which
-every way has its turn, so what else runs on the machine meets all of them. Times of the emulated
-cluster do not depend on the machine.
+every way is timed once, so that other load on the machine slows all ways alike. Times of the
+emulated cluster do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def beside(
         for name, step in running.items():
             dist.barrier()
             began = time.perf_counter()
-            _mean(step(x[0], y[0]))  # when it is there, the device has done the step
+            _mean(step(x[0], y[0]))  # the mean is there only after the whole step
             times[name].append(time.perf_counter() - began)
     results = {
         name: Result(

@@ -47,7 +47,7 @@ def compare(
 def can_fail(measured: Any, expected: Any, rtol: float | None, atol: float | None) -> bool:
     """Whether a true claim turns false when its measured value is moved.
 
-    Each number is moved by twice its tolerance, or past its bound; where a function judges, by
+    Each number is moved by twice its tolerance, or past its bound; if `expected` is a function, by
     more and more. Of a list, each of the first 64 numbers is moved alone."""
     measured = plain(measured)
     if callable(expected):

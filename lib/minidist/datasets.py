@@ -67,7 +67,7 @@ def _inside(dataset: Any) -> list[Any]:
 class EpochDataset(Dataset[Any]):
     """A data set whose copies in the workers learn the epoch before the next sample.
 
-    Everything else is that of the data set inside, `dataset`.
+    All other attributes are those of the data set inside, `dataset`.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -111,9 +111,9 @@ class ShardedStream(IterableDataset[Any]):
 
     Args:
         stream: gives the same samples in the same order on every rank and in every worker, anew
-            at each `iter`. It must not share itself out by rank; while it is read, it sees no
-            worker (`get_worker_info`) by which it could. It may listen to epochs, and be without
-            end.
+            at each `iter`. It must not share itself out by rank. It cannot share itself out by
+            worker, because `get_worker_info` gives None while it is read. It may listen to epochs,
+            and be endless.
         rank, world_size: of the data-parallel group.
         batch_size: samples per rank and batch.
         tail: "drop" leaves out the last, incomplete round, so that every rank has the same number;
@@ -180,7 +180,7 @@ class ShardedStream(IterableDataset[Any]):
     def _samples(self) -> Iterator[Any]:
         """All samples of the stream.
 
-        A stream that knows of a worker may leave out what is not this worker's, so it knows none.
+        `get_worker_info` gives None here: with it, a stream could leave out other workers' samples.
         """
         info, ended = torch_worker._worker_info, object()
         source: Iterator[Any] | None = None

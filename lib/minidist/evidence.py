@@ -68,7 +68,7 @@ _FORMULAS = {
     *("training_seconds_from_flops", "utilization", "weak_scaling_efficiency"),
     *("ParallelismConfig", "Wire"),
 }
-_ASKS_FILES = {"exists", "glob", "iterdir", "read_bytes", "read_text", "stat"}  # a run wrote them
+_ASKS_FILES = {"exists", "glob", "iterdir", "read_bytes", "read_text", "stat"}  # of a run's files
 _GAP = ".*"  # stands for a part of a text that is known only when it runs
 _SHOWS = {"claim", "display", "explore", "print"}
 
@@ -119,7 +119,7 @@ def read(source: str, *, where: str = "lecture") -> list[Evidence]:
 def kind_of(text: str, claims: Sequence[Evidence]) -> str:
     """The kind of the claim with this text, "" if there is none.
 
-    Of several, the ones whose text is known best decide, and the weakest one of these."""
+    Of several, the one with the longest known text decides; of equally long ones, the weakest."""
     found = [one for one in claims if one.text.fullmatch(text)]
     known = max((len(one.text.pattern.replace(_GAP, "")) for one in found), default=0)
     kinds = [
@@ -180,7 +180,7 @@ class _Reader:
                 kind = max(self.kind(node.iter), floor)
                 self._bind(node.target, kind)
                 self.block(node.body, floor)
-                inner = self.block(node.body, floor)  # now with what its end assigns
+                inner = self.block(node.body, floor)  # again, with the names that its end assigns
                 return max(kind, inner, self.block(node.orelse, floor))
             case ast.While() | ast.If():
                 test = max(self.kind(node.test), floor)
@@ -246,12 +246,12 @@ class _Reader:
             case ast.Starred(value=value):
                 self._bind(value, kind, join=join)
             case ast.Subscript(value=value) | ast.Attribute(value=value):
-                self._bind(value, kind, join=True)  # a part of something changes it
+                self._bind(value, kind, join=True)  # assigning to a part changes the whole
             case _:
                 pass
 
     def _call_for_its_effect(self, node: ast.expr) -> int:
-        """Such as results.append(x), or dist.all_reduce(x): it changes what it is given."""
+        """A call such as results.append(x) or dist.all_reduce(x), which changes its arguments."""
         kind = self.kind(node)
         if not isinstance(node, ast.Call) or _name(node.func) in _SHOWS:
             return kind
@@ -342,10 +342,10 @@ class _Reader:
         return kind
 
     def _used(self, function: _Function, arguments: int) -> int:
-        """The kind of what a function of the lecture gives, for arguments of a kind."""
+        """The kind of the result of a function of the lecture, for arguments of a kind."""
         node = function.node
         if node in self._inside:
-            return _ARITHMETIC  # it calls itself: what else it does decides
+            return _ARITHMETIC  # it calls itself: the rest of its body decides
         outside = dict(self.names)
         self._inside.append(node)
         for argument in _parameters(node):
@@ -378,7 +378,7 @@ class _Reader:
         )
 
     def _dotted(self, node: ast.expr) -> str | None:
-        """The full name of something of a module, or None."""
+        """The full dotted name of a module's attribute, or None."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)

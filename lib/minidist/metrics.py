@@ -117,8 +117,8 @@ def reduce_metrics(
         MismatchError: on every rank, if names differ.
     """
     names = sorted(metrics)
-    # The first message has one size whatever the names, and carries a number made of them: metrics
-    # of other names would be added to these, or never arrive.
+    # The first message has the same size for all names, and carries a hash of the names. Unchecked,
+    # metrics of different names would be added up, or a rank would wait for ever.
     number = float(zlib.crc32("\n".join(names).encode()) % _MAX_NUMBER)
     parts = [number, number**2]
     parts += [part for name in names for part in (metrics[name].sum, metrics[name].count)]
@@ -161,7 +161,7 @@ def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> l
     Raises:
         ValueError: on a rank that passes a scalar.
         MismatchError: on every rank, if dtypes or the remaining dimensions differ; and on the ranks
-            with a correct tensor, if some other rank passes a scalar.
+            with a correct tensor, if a different rank passes a scalar.
     """
     wrong = ""
     if tensor.dim() == 0:

@@ -225,7 +225,7 @@ def make_loader(
         drop_last=train if drop_last is None else drop_last,
         collate_fn=collate_fn,
         # In worker i torch seeds `random`, numpy and itself from i and a number that it draws from
-        # this generator. With equal numbers on all ranks, worker i would augment alike on them.
+        # this generator. With equal numbers, worker i would augment in the same way on all ranks.
         generator=torch.Generator(),
     )
     set_epoch(loader, 0)

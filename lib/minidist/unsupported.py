@@ -57,7 +57,7 @@ def every_refusal() -> list[Unsupported]:
 
     for module in pkgutil.walk_packages(minidist.__path__, "minidist."):
         if not module.name.endswith("__main__"):
-            with contextlib.suppress(ImportError):  # a program that is compared is not installed
+            with contextlib.suppress(ImportError):  # an optional framework is not installed
                 importlib.import_module(module.name)
     declared = [each for each in _all if each.where]
     return sorted(declared, key=lambda each: (each.where.lower(), each.what))

@@ -228,7 +228,7 @@ def predict(question: str, guess: Any = None, *, unit: str = "") -> Prediction:
 
     Args:
         question: what is to be guessed.
-        guess: a number or a text; None is none.
+        guess: a number or a text; None means no guess.
         unit: of the guess and of the measured value.
     """
     return Prediction(question, guess, unit)

@@ -4,7 +4,7 @@
         kind              where its jobs run
         owner             locked by the grader for as long as it lives
         tasks/0007.2.json     what the second job of submission 7 shall grade
-        results/0007.2.json   what came of it; with it 0007.2.ipynb, the notebook as it was run
+        results/0007.2.json   its result, beside the executed notebook 0007.2.ipynb
         submitit/             submitit's own files, and each job's log
 
 A result is written under a temporary name and then renamed, so that a reader never sees half of it.

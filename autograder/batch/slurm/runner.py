@@ -57,7 +57,7 @@ class JobRunner:
     def __call__(
         self, todo: dict[int, Submission], class_run: ClassRun, jobs: int, done: Done
     ) -> dict[int, str]:
-        """Grades `todo` and passes every record to `done`, INFRA included; returns no lost ones."""
+        """Grades `todo` and passes every record to `done`, INFRA included; so none is returned."""
         todo = dict(todo)
         if self._take_over(class_run.course):
             finished = class_run.journal.all_finished()

@@ -25,7 +25,7 @@ ROWS = 3  # of each gradient
 def _draw_buckets(
     draw: Draw, columns: Sequence[Sequence[int]], bucket_columns: int, dtype: str
 ) -> list[Values]:
-    """Gradients with so many columns, those of each bucket in a list of their own."""
+    """Gradients with these numbers of columns; each inner list is one bucket."""
     shapes = [(ROWS, n) for bucket in columns for n in bucket]
     values = {
         "count": len(shapes),
@@ -49,8 +49,8 @@ def draw_tail(draw: Draw) -> list[Values]:
 def draw_wait(draw: Draw) -> list[Values]:
     """Several buckets of float64; the first gradient is too large for one, and travels alone.
 
-    The others fill each bucket exactly, also the last one: it does not matter whether a bucket is
-    closed when it is full or before the gradient that would take it beyond.
+    The others fill each bucket exactly, also the last one. So two rules give the same buckets:
+    close a full bucket, or close a bucket before a gradient that does not fit.
     """
     rng = draw.shared()
     full = int(rng.integers(10, 16))
@@ -99,9 +99,9 @@ class _Touched(TorchDispatchMode):
 def _noted_calls(gradients: Sequence[torch.Tensor]) -> Iterator[list[str]]:
     """Yields a list that gets "send" for every all-reduce and "wait" for every wait on a handle.
 
-    Where gradients are used between two of these, it gets one "gradient".
+    If a gradient is used between two of these entries, the list gets one "gradient" there.
 
-    The trace of the emulated cluster does not tell: there, whoever takes a future waits at once.
+    The trace of the emulated cluster cannot show this: there, taking a future waits at once.
     """
     calls: list[str] = []
     all_reduce = dist.all_reduce
@@ -155,7 +155,7 @@ def _judge_buckets(
 
 
 def _are_of(got: np.ndarray, case: Case) -> bool:
-    """Whether all numbers are of the means of the gradients, wherever they stand."""
+    """Whether every number is in the mean of some gradient, at any place."""
     count = case.inputs[0]["count"]
     means = np.concatenate(
         [oracle.mean([i[f"g{n}"] for i in case.inputs]).ravel() for n in range(count)]
@@ -196,7 +196,7 @@ def _judge_traffic(case: Case) -> Iterator[Finding]:
     sizes = [inputs[f"g{i}"].nbytes for i in range(inputs["count"])]
     for rank, events in enumerate(case.trace.events):
         got = [e.numel for e in events if e.kind == "issue" and e.collective == "all_reduce"]
-        if got not in (expected, expected[::-1]):  # from the last gradient on is fine, too
+        if got not in (expected, expected[::-1]):  # the reverse order is fine, too
             yield Finding(
                 f"gradients of {sizes} bytes, of {inputs['dtype']}, with "
                 f"bucket_bytes={inputs['bucket_bytes']}: expected all-reduces of {expected} "
@@ -241,7 +241,7 @@ def _why(got: list[int], inputs: Values) -> str:
 
 
 def _cut(sizes: list[int], limit: int, *, starts_anew: bool = True) -> list[int]:
-    """The numbers in each bucket, if one is full that has `limit` numbers or more."""
+    """The numbers in each bucket, if a bucket with `limit` numbers or more is full."""
     buckets, held = [0], 0
     for size in sizes:
         buckets[-1] += size

@@ -1,6 +1,6 @@
-"""Which known mistake was made: what it leads to is computed and compared with the answer.
+"""Finds the known mistake behind a wrong answer: computes its results and compares them.
 
-A judge asks here once it has found an answer wrong; nothing here decides about points.
+A judge calls this once it has found an answer wrong; no points depend on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Start = Callable[[Values], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def because(wrong: Finding, hint: str) -> Finding:
-    """The finding with a hint, which is found out for wrong answers alone: that takes a while."""
+    """The finding with a hint; hints take long to compute, so only wrong answers get one."""
     return Finding(f"{wrong.message} {hint}".rstrip(), wrong.rank)
 
 
@@ -46,7 +46,7 @@ def explain_sgd(case: Case, rank: int, start: Start) -> str:
 
 
 def _steps_by_hand(w: int) -> Iterator[tuple[list[int], str, str]]:
-    """Divisors of the ranks, when gradients are cleared, and what to say of it."""
+    """Each rank's divisor, when gradients are cleared, and the hint for this mistake."""
     old = "Gradients that were in p.grad before the call are in the step: clear them before "
     yield [w] * w, "never", f"{old}backward()."
     yield [w] * w, "after", f"{old}backward(), not after the step."
@@ -63,7 +63,7 @@ def _steps_by_hand(w: int) -> Iterator[tuple[list[int], str, str]]:
 def _by_hand(
     case: Case, start: Start, divisors: Sequence[int], clears: str
 ) -> list[list[np.ndarray]]:
-    """Each rank's weights. Somebody has looked at the gradients before, as in the check."""
+    """Each rank's weights. As in the check, p.grad is not empty before the first step."""
     runs = [start(inputs) for inputs in case.inputs]
     for step in range(case.inputs[0]["steps"]):
         for (model, optimizer), inputs in zip(runs, case.inputs, strict=True):

@@ -33,7 +33,7 @@ SIZES = (3, 5, 2)
 def _draw_dataset(draw: Draw, settings: list[tuple[int, int]], *, alike: bool) -> list[Values]:
     """The same model and datasets on every rank: a dataset per (number of samples, batch size).
 
-    Ranks' default generators are `alike`, or each has its own, as dropout wants it.
+    The ranks' default generators have the same seed if `alike`, else different ones.
     """
     rng = draw.shared()
     values = oracle.draw_parameters(rng, SIZES) | {"settings": [list(s) for s in settings]}
@@ -110,8 +110,8 @@ def judge_evaluate(
     """The loss is the mean over all samples; all ranks together evaluate each sample once.
 
     Args:
-        ranks: the loss is looked at on so many of them; None: on all.
-        batch_sizes: the loss is looked at with these; None: with all.
+        ranks: on how many ranks the loss is judged; None: on all.
+        batch_sizes: the batch sizes with which the loss is judged; None: all.
     """
     inputs = case.inputs[0]
     findings: list[Finding] = []
@@ -154,7 +154,7 @@ def judge_evaluate(
 
 
 def _only_rank_0_is_right(case: Case) -> bool:
-    """No other rank has rank 0's loss, on neither dataset."""
+    """No other rank has rank 0's loss, on any dataset."""
     for number in range(len(case.inputs[0]["settings"])):
         first = finite_floats(case.answers[0].get(f"loss/{number}"), ())
         others = [answer.get(f"loss/{number}") for answer in case.answers[1:]]
@@ -164,7 +164,7 @@ def _only_rank_0_is_right(case: Case) -> bool:
 
 
 def _has_one_factor(case: Case) -> bool:
-    """All losses are what they should be, times one number."""
+    """All losses are the right ones times one common factor."""
     factors = []
     for number in range(len(case.inputs[0]["settings"])):
         expected = _expected_loss(case, number)
@@ -176,8 +176,8 @@ def _has_one_factor(case: Case) -> bool:
 def judge_tail(case: Case) -> Iterator[Finding]:
     """As `judge_evaluate`; in addition, the ranks' numbers of samples differ by at most one.
 
-    A loss that only rank 0 has, whatever the sizes, costs only `debug_evaluate_batches`; so does
-    one that is wrong only where a batch has several samples, or everywhere by the same factor.
+    These wrong losses cost only `debug_evaluate_batches`: one that only rank 0 has, one that is
+    wrong only where a batch has several samples, one that is wrong everywhere by the same factor.
     """
     single = range(1, 2)
     findings = judge_evaluate(case, batch_sizes=single)
@@ -285,9 +285,9 @@ def judge_once(case: Case) -> list[Finding]:
 
 
 def _holds_back(issued: Event, rank: int) -> bool:
-    """Whether `rank` gets no result before rank 0 has issued this one.
+    """Whether `rank` gets no result of this collective before rank 0 has issued it.
 
-    Ranks that only send to another rank may go on.
+    A rank that only sends may go on.
     """
     return issued.collective not in ("reduce", "gather", "recv") or issued.root == rank
 
@@ -304,7 +304,7 @@ NAMES = ("loss", "accuracy", "tokens", "grad_norm", "lr")
 def draw_order(draw: Draw) -> list[Values]:
     """The same metrics on every rank; neighbouring ranks have them in different orders.
 
-    Sets of texts have an order of their own on each rank, too.
+    A set of texts also has a different order on each rank.
     """
     inputs: list[Values] = []
     shift = int(draw.shared().integers(len(NAMES)))
@@ -361,7 +361,7 @@ def judge_metrics(case: Case) -> Iterator[Finding]:
 
 
 def _explain_metric(everyone: list[dict[str, float]], name: str, got: Any) -> str:
-    """Which other mean `got` is."""
+    """A hint: the known wrong mean that `got` is."""
 
     def is_mean(values: list[float], count: int) -> bool:
         return oracle.agrees(got, np.array(math.fsum(values) / count))
@@ -371,7 +371,7 @@ def _explain_metric(everyone: list[dict[str, float]], name: str, got: Any) -> st
         return "A rank that has measured 0.0 has it, too."
     if len(values) < len(everyone) and is_mean(values, len(everyone)):
         return "Here a rank that does not have it was counted as zero: leave it out."
-    # One metric of each rank: of few ranks all choices can be tried.
+    # One metric of each rank: with few ranks, all choices can be tried.
     for names in itertools.product(*everyone) if len(everyone) <= 4 else ():
         chosen = [metrics[n] for metrics, n in zip(everyone, names, strict=True)]
         if len(set(names)) > 1 and is_mean(chosen, len(chosen)):

@@ -36,7 +36,7 @@ def _large() -> nn.Module:
 def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
     """For each virtual rank: the model's weights and the random numbers drawn after them.
 
-    The second visit is as in another process, the third builds a larger model.
+    The second visit acts as a different process, the third builds a larger model.
     """
     answer: Values = {}
     with torch.random.fork_rng(devices=[]):
@@ -94,7 +94,7 @@ def judge_seed_weights(case: Case) -> list[Finding]:
 def judge_seed_dropout(case: Case) -> Iterator[Finding]:
     """After the build, ranks draw different numbers; the same seed and rank repeat them.
 
-    Whoever begins once, with rank and seed, before the weights, loses only `debug_seed_weights`.
+    Code that seeds once, with rank and seed, before the weights, loses only `debug_seed_weights`.
     """
     found = _collect(case, "r", (NUM_DRAWN,), visits=3)
     if isinstance(found, Finding):

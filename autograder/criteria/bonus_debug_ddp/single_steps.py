@@ -64,7 +64,7 @@ def draw_adam(draw: Draw) -> list[Values]:
 def draw_sgd(draw: Draw) -> list[Values]:
     """Steps with SGD: a wrong scale of the gradient changes the weights.
 
-    All ranks have the same samples: to average something else costs only `debug_step_adam`.
+    All ranks have the same samples, so averaging the wrong tensors costs only `debug_step_adam`.
     """
     inputs = _draw_batches(draw, 2, "float64")
     return [inputs[0] | {"optimizer": "sgd"} for _ in inputs]
@@ -85,9 +85,9 @@ def observe_step(train_step: Any, inputs: Values, context: Context) -> Values:
     for step in range(inputs["steps"]):
         x, y = (torch.from_numpy(inputs[f"{n}/{step}"]).double() for n in "xy")
         x, y = x.to(context.device), y.to(context.device)
-        if inputs["optimizer"] == "adam":  # gradients that stay cost only `debug_step_mean`
+        if inputs["optimizer"] == "adam":  # old gradients cost only `debug_step_mean`
             optimizer.zero_grad()
-        elif step == 0:  # somebody has looked at gradients before
+        elif step == 0:  # leaves old gradients in p.grad
             oracle.mse(model(x), y).backward()
         train_step(model, optimizer, oracle.mse, x, y)
     answer: Values = {}
@@ -106,7 +106,7 @@ def _one_process(case: Case) -> list[np.ndarray]:
 
 
 def _explain_adam(case: Case) -> str:
-    """By which parameters differ from rank to rank."""
+    """A hint that depends on which parameters differ between ranks."""
     first, *others = case.answers
     names = [name for name in first if name[:1] == "p" and name[1:].isdigit()]
     apart = [
@@ -182,7 +182,7 @@ def judge_sgd(case: Case) -> Iterator[Finding]:
 
 
 def draw_accumulate(draw: Draw) -> list[Values]:
-    """One micro-batch, then numbers unequal to that of the ranks; different data on each rank."""
+    """One micro-batch, then numbers that are not the world size; different data on each rank."""
     rng, sizes = draw.shared(), ddp.SIZES
     several = rng.permutation([k for k in (2, 3, 4, 5) if k != draw.world_size])[:2]
     ks = [1, *(int(k) for k in several)]
@@ -273,9 +273,9 @@ def _momentum(module: nn.Module, inputs: Values) -> torch.optim.Optimizer:
 def draw_scaler(draw: Draw) -> list[Values]:
     """The scale grows after two good steps in a row; two steps overflow, each on one rank.
 
-    An infinite input makes gradients nan, but not the first or the last parameter's; an infinite
-    target makes them infinite and none nan. The last step's gradients are finite, and too large
-    for fp16 when they are scaled.
+    An infinite input makes all gradients nan but the first and the last parameter's. An infinite
+    target makes gradients infinite, and none nan. The last step's gradients are finite, and too
+    large for fp16 when they are scaled.
     """
     options = {"max_norm": NO_LIMIT, "clear": False, "groups": False}
     inputs = _draw_scaled(draw, 7, growth_interval=2, **options)

@@ -33,7 +33,7 @@ SHAPE = (3, 4)
 class Stateful(nn.Module):
     """Trainable and frozen parameters; float and integer buffers, one of them not persistent.
 
-    What is `deep` is in a layer of a block, as it is in most networks.
+    The tensors named in `deep` are in a layer of a block, as in most networks.
     """
 
     def __init__(self, inputs: Values) -> None:
@@ -70,7 +70,7 @@ def _draw_state(draw: Draw, extra: tuple[str, ...], deep: tuple[str, ...] = ()) 
 def draw_buffers(draw: Draw) -> list[Values]:
     """Buffers, and parameters that are all trainable; one of each is deep.
 
-    In `draw_frozen` nothing is, so that who looks only at the outer layers loses one criterion.
+    In `draw_frozen` nothing is deep: code that sees only the outer layers loses one criterion.
     """
     extra = ("buffer_mean", "buffer_count", "buffer_mask")
     return _draw_state(draw, extra, deep=("buffer_mean", "bias"))
@@ -130,7 +130,7 @@ def draw_resume(draw: Draw) -> list[Values]:
     before, after = (int(n) for n in rng.integers(3, 6, size=2))
     values = oracle.draw_parameters(rng, SIZES) | {"before": before, "after": after}
     values["use"] = str(rng.choice(["adam", "momentum"]))
-    # The run has been further and went back; names with these numbers are not in their order.
+    # The run went back to an earlier step: neither the largest number nor the last name counts.
     last = int(rng.choice([10, 100]))
     values["saved"] = [last + 10, last + int(rng.integers(1, 10)), last - 1, last]
     batch = oracle.draw_batch(rng, (before + after) * SAMPLES, SIZES)
@@ -185,7 +185,7 @@ def _train(
 
 @contextlib.contextmanager
 def _late_files(rank: int) -> Iterator[None]:
-    """Ranks write their files late, rank 0 last, so that a rank that waits for no other shows."""
+    """Delays the ranks' files, rank 0's the most, so that a missing wait shows."""
     save = torch.save
 
     def late(*args: Any, **options: Any) -> None:
@@ -208,7 +208,7 @@ def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _lower_lr(optimizer: torch.optim.Optimizer) -> None:
-    """As a scheduler does; the optimizer's state has it."""
+    """Lowers the learning rate as a scheduler does; it is part of the optimizer's state."""
     for group in optimizer.param_groups:
         group["lr"] /= 2
 
@@ -311,7 +311,7 @@ def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
 
 
 def _numbers(seed: int, before: int = 0) -> np.ndarray:
-    """What a generator gives that has drawn `before` numbers since it was seeded."""
+    """The next numbers of a generator that has drawn `before` numbers since it was seeded."""
     generator = torch.Generator().manual_seed(seed)
     torch.rand(before, generator=generator)
     return torch.rand(NUM_DRAWN, generator=generator).numpy()
@@ -320,7 +320,7 @@ def _numbers(seed: int, before: int = 0) -> np.ndarray:
 def judge_random(case: Case) -> Iterator[Finding]:
     """Each rank continues its own sequence of random numbers.
 
-    Whoever loads an earlier checkpoint as a whole loses only `debug_resume_optimizer`.
+    Code that loads an earlier checkpoint as a whole loses only `debug_resume_optimizer`.
     """
     expected = [_numbers(inputs["seed"], inputs["before"]) for inputs in case.inputs]
     for rank, answer in enumerate(case.answers):

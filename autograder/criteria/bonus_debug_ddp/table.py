@@ -20,7 +20,7 @@ _step = partial(
     Criterion,
     task="Case 2, the ranks agree",
     observe=single_steps.observe_step,
-    world="emulated",  # an all-reduce that nobody waits for shows in each run
+    world="emulated",  # a missing wait for an all-reduce shows in each run
     plan=charge_plan,
 )
 _bucket = partial(

@@ -28,7 +28,7 @@ PER_RANK = 6  # samples of each rank
 
 
 class SamplesSeen:
-    """What was seen in training: by a model and by copies of it.
+    """The samples on which a model and its copies were trained.
 
     A copy that is trained in place of the model costs only `debug_train_zero_grad`.
     """
@@ -53,9 +53,9 @@ class SamplesSeen:
 class Recorded(nn.Module):
     """A linear classifier that records the first column of its training inputs.
 
-    It also records whether there was a file at `path` in its last forward pass of training. A
-    buffer has a name in which "module." stands too, so that a file without buffers, or with a
-    "module." too few, has other names.
+    It also records whether there was a file at `path` in its last forward pass of training. The
+    name of a buffer contains "module.". So the names are wrong in a file without buffers, and in
+    one where every "module." was removed.
     """
 
     def __init__(
@@ -116,18 +116,18 @@ def draw_epochs(draw: Draw) -> list[Values]:
 def draw_zero_grad(draw: Draw) -> list[Values]:
     """A whole batch and a smaller one per epoch, on rows that can be told apart.
 
-    They are so large that gradients are longer than 1, to which many clip.
+    The rows are so large that the gradient's norm is above 1, a usual limit for clipping.
     """
     options = {"equal_rows": False, "generated": False, "small": True, "itself": True}
     inputs = _draw(draw, 2, batch_size=4, **options)
-    inputs[0]["x"][:, 1:] *= 4  # one array, which all ranks have
+    inputs[0]["x"][:, 1:] *= 4  # all ranks share this array
     return inputs
 
 
 def draw_saved(draw: Draw) -> list[Values]:
     """Two epochs of one step; the rate is so large that the first step goes too far.
 
-    The loss is larger in the second epoch, which has to be saved all the same.
+    The loss is larger after the second epoch, but its weights have to be saved, too.
     """
     inputs = _draw(draw, 2, equal_rows=True, generated=False, batch_size=PER_RANK)
     for values in inputs:
@@ -147,7 +147,7 @@ def _dataset(inputs: Values, generator: torch.Generator) -> tuple[torch.Tensor, 
 
 
 def observe(train: Any, inputs: Values, context: Context) -> Values:
-    """`_observe`, where each rank has its own default generator, as dropout wants it."""
+    """`_observe`, with a different seed of the default generator on each rank, as for dropout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(context.rank)
         return _observe(train, inputs, context)
@@ -187,7 +187,7 @@ def _observe(train: Any, inputs: Values, context: Context) -> Values:
 
 
 def _read(path: Path) -> Values:
-    """The names and tensors in the file; what is no state dict costs only `debug_train_saved`."""
+    """The names and tensors in the file; any other content costs only `debug_train_saved`."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the student has written
@@ -200,7 +200,7 @@ def _read(path: Path) -> Values:
 
 
 def set_old_gradients(model: nn.Module) -> None:
-    """Leaves gradients in the model, as somebody does who has used it before."""
+    """Puts gradients into the model, as an earlier use of the model would leave them."""
     for p in model.parameters():
         p.grad = torch.ones_like(p)
 
@@ -272,7 +272,7 @@ def judge_zero_grad(case: Case) -> Iterable[Finding]:
 
 
 def _explain_steps(case: Case, steps: list[list[list[int]]], rank: int) -> str:
-    """What a rank did in place of the steps."""
+    """A hint: the known mistake that gives this rank's weights."""
     inputs, answer = case.inputs[0], case.answers[rank]
     sizes, size = told(answer, "sizes"), inputs["batch_size"]
     usual = {str(size), str(PER_RANK % size)}
@@ -294,9 +294,9 @@ def _explain_steps(case: Case, steps: list[list[list[int]]], rank: int) -> str:
 def _known_mistakes(
     case: Case, num_steps: int, rank: int
 ) -> Iterator[tuple[range, Sequence[int], Callable[[int], float], str]]:
-    """Where gradients are cleared, whose count, and what to say of it.
+    """Per mistake: the steps that clear gradients, the ranks that count, a factor, and the hint.
 
-    Also what a batch's mean gradient counts, given the batch's size.
+    The factor depends on a batch's size, and multiplies the batch's mean gradient.
     """
     every, everyone, w = range(num_steps), range(case.world_size), case.world_size
     size, per_epoch = case.inputs[0]["batch_size"], -(-num_steps // case.inputs[0]["num_epochs"])
@@ -329,7 +329,7 @@ def _after(
     ranks: Sequence[int],
     factor: Callable[[int], float],
 ) -> dict[str, torch.Tensor]:
-    """The weights after other steps than the right ones."""
+    """The weights after steps with a known mistake."""
     inputs = case.inputs[0]
     x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
     model = Recorded(inputs, torch.float64)

@@ -27,13 +27,13 @@ SAME_SIZE = 2  # ranks of the two runs that must agree bit for bit
 def draw_rejoin(draw: Draw) -> list[Values]:
     """Three numbers of ranks, and [batch, rank] of the kill in each of the first two runs.
 
-    In one of these rank 0, which would write --out, is left.
+    In one of these two runs rank 0, which would write --out, survives.
     """
     rng = draw.shared("sizes")
     every = int(rng.integers(3, 5))
     inputs = draw_job(draw, 3 * every + 1, 6 * int(rng.integers(1, 3)), every, rest=0)
-    # A batch is one sample, many times: a rank's own loss is the loss of the batch. Whether the
-    # script weights ranks, and whose loss it writes, is up to `elastic_script`.
+    # A batch is one sample, many times: a rank's own loss is the loss of the batch. So only
+    # `elastic_script` judges whether the script weights ranks, and whose loss the script writes.
     inputs["batches"] = [[batch[0]] * len(batch) for batch in inputs["batches"]]
     inputs["clear"] = True
     ranks = [int(r) for r in 1 + rng.permutation(3)]
@@ -70,8 +70,8 @@ def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
             return answer
         answer |= job.results(f"on {inputs['ranks'][-1]} ranks", failure)
 
-    # The same number of ranks: undisturbed; once more when all is done, as if the job had died
-    # before it wrote --out; and from the first checkpoint.
+    # Three runs of one size: undisturbed; started again with all steps done, as if the job had
+    # died before it wrote --out; and from the first checkpoint.
     with start_job(path, inputs) as job:
         for name in ("whole", "done", "resumed"):
             failure = job.run(SAME_SIZE)
@@ -92,7 +92,7 @@ def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
 def judge_rejoin(case: Case) -> list[Finding]:
     """The losses are those of one process; with the same number of ranks they agree bit for bit.
 
-    A rank that is left when another one dies may tidy up before it fails.
+    A rank that survives a death may clean up before it fails.
     """
     given, answer = case.inputs[0], case.answers[0]
     every, ranks, kills = given["job"]["every"], given["ranks"], given["kills"]
@@ -132,7 +132,7 @@ def judge_rejoin(case: Case) -> list[Finding]:
 
 
 def _survived(given: Values, answer: Values) -> str:
-    """What is wrong with the ranks that were left when one was killed; "" if they have failed."""
+    """What is wrong with the ranks that survived a killed rank; "" if they have failed."""
     for number, (batch, killed) in enumerate(given["kills"]):
         codes, early = (item_of(answer.get(name), number) for name in ("ends", "early"))
         if not isinstance(codes, list) or len(codes) != given["ranks"][number]:

@@ -30,7 +30,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 def draw_agree(draw: Draw) -> list[Values]:
     """Which steps each rank sees; in the last case one file is damaged on one rank.
 
-    The lowest step is 0: saved before the first one is taken.
+    The lowest step is 0, a checkpoint from before the first step.
     """
     rng = draw.shared()
     steps = [0, *rising_steps(rng, 3)]
@@ -50,7 +50,7 @@ def draw_agree(draw: Draw) -> list[Values]:
         [[0, 1, 2, 3] for _ in range(draw.world_size)],
     ]
     spoil = [[""] * draw.world_size for _ in cases]
-    others = ["best.pt", "notes.txt", f"{name_of(steps[-1] + 1)}.tmp"]  # a dead writer's, too
+    others = ["best.pt", "notes.txt", f"{name_of(steps[-1] + 1)}.tmp"]  # the last: a dead writer's
     spoil[-1][lacks] = "3"
     return _for_ranks(draw, steps, cases, spoil, others=others)
 
@@ -94,7 +94,7 @@ def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
     save_together, load_together = functions
     found = []
     with own_folder() as saved:
-        for step in inputs["steps"]:  # each into a folder of its own: nothing is deleted
+        for step in inputs["steps"]:  # in separate folders, so no save deletes a file
             with own_folder() as folder:
                 save_together(folder, step, state_of(inputs, step), keep=9)
                 shutil.copytree(folder, saved, dirs_exist_ok=True)

@@ -331,7 +331,7 @@ def draw_resize(draw: Draw) -> list[Values]:
 
 
 def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Values:
-    """The batches of one rank, and of changing ranks that pass the state on through a file."""
+    """The batches of one rank, and of changing numbers of ranks that pass on the state by file."""
     whole = _fresh(sampler_class, inputs)
     calm: Batches = []
     for _ in range(sum(inputs["stays"])):
@@ -350,7 +350,7 @@ def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Valu
                     row.append(_deal(sampler, rank, world_size, inputs))
             batches.append(row)
         changed = changed or given != repr(state)
-        # All samplers get the same dict: one that counts in it counts for the others, too.
+        # All samplers get the same dict: a sampler that changes the dict disturbs the others.
         state = samplers[inputs["saver"] % world_size].state_dict()
         state = load_plain(saved(state), "state_dict")
     return {"calm": calm, "batches": batches, "changed": changed}
@@ -366,7 +366,7 @@ def judge_resize(case: Case) -> Iterator[Finding]:
     world_sizes = [r for r, stay in zip(ranks, stays, strict=True) for _ in range(stay)]
     starts = list(itertools.accumulate(stays))[:-1]
     for rank, answer in enumerate(map(plain, case.answers)):
-        # `elastic_epoch` judges which rank takes what of a batch.
+        # `elastic_epoch` judges which part of a batch a rank takes.
         calm, got = (
             _read(answer.get(name), sizes, given["num_samples"], any_parts=True)
             for name, sizes in (("calm", [1] * sum(stays)), ("batches", world_sizes))

@@ -1,4 +1,4 @@
-"""Criteria for task 3 of bonus_elastic, saving: one writer, whole files, as many as are to stay.
+"""Criteria for task 3 of bonus_elastic, saving: one writer, whole files, no more than `keep`.
 
 Deaths are real: separate processes save, and are killed around every call that changes a file, and
 in the middle of a write.
@@ -54,7 +54,7 @@ def own_folder() -> Iterator[Path]:
 
 # --- elastic_atomic ------------------------------------------------------------------------------
 
-# (is the step there already?, keep, is it saved again after a death, or a later one at once?)
+# (was the step saved before?, keep, is the step saved again after a death, before a later step?)
 SAVES = ((False, 3, True), (True, 3, True), (False, 1, False))
 # The last one saves so little that it stays in a file's buffer until that is flushed.
 SMALL_NUMEL = 20
@@ -69,7 +69,7 @@ def draw_atomic(draw: Draw) -> list[Values]:
 
 
 def observe_atomic(save_together: Any, inputs: Values, context: Context) -> Values:
-    """What is left after deaths everywhere in a save: of a new step, an old one, with keep=1."""
+    """What is left after deaths at all points of a save: of a new step, an old one, with keep=1."""
     if context.rank != 0:
         return {}
     one = inputs["steps"][0]
@@ -84,7 +84,7 @@ def observe_atomic(save_together: Any, inputs: Values, context: Context) -> Valu
 
 
 def _state(inputs: Values, step: int, later: bool) -> Values:
-    """The state of a step; a step that is saved again has a different one."""
+    """The state of a step; the second save of a step has a different state."""
     return state_of(inputs | {"weight": inputs["weight"] + later}, step)
 
 
@@ -109,14 +109,14 @@ def _alone(function: Any, save_together: Any, *args: Any) -> list[Any]:
 
 
 def _save(save_together: Any, folder: str, step: int, state: Any, keep: int = 3) -> None:
-    """Saves in a group of one rank; `tempfile` has no place to put files."""
+    """Saves in a group of one rank; the folder of `tempfile` does not exist."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tempfile.tempdir = str(Path(folder, ELSEWHERE))
     save_together(folder, step, state, keep=keep)
 
 
 def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
-    """Per save of SAVES and death in it: when it came, what it left, and what came after."""
+    """Per save of SAVES and death in it: its moment, the files left, and the next saves' files."""
     before, place = (Path(folder, name) for name in ("before", "now"))
     one, two, three = inputs["steps"]
     small = inputs | {"weight": inputs["weight"][:SMALL_NUMEL]}
@@ -148,10 +148,10 @@ def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
 
 
 class _Known:
-    """What is in whole files: those that undisturbed processes have saved.
+    """Recognises whole files, by those that undisturbed processes have saved.
 
-    What is in a file is up to the student, and nobody but `load_together` can read it. But most
-    files have the same bytes when the same state is saved again.
+    The format is free, and only `load_together` can read a file. But most files have the same
+    bytes when the same state is saved again.
 
     Attributes:
         files: the content of each step's file.
@@ -190,7 +190,7 @@ class _Known:
         return parts
 
     def _is_whole(self, content: bytes, step: int) -> bool:
-        """Whether the state of the step was saved in such a file."""
+        """Whether this is the content of a whole file with the state of the step."""
         if content == self.files[step]:
             return True
         if step not in self.repeats:
@@ -205,7 +205,7 @@ class _Known:
 
 
 def _loads(content: bytes, state: Values) -> bool:
-    """Whether torch.load makes the state of it."""
+    """Whether torch.load reads this state from the content."""
     try:
         got = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception:  # whatever is wrong with the file
@@ -214,9 +214,9 @@ def _loads(content: bytes, state: Values) -> bool:
 
 
 def judge_atomic(case: Case) -> list[Finding]:
-    """At any time a step's name has a whole file, if any, and the newest whole file stays.
+    """A file with a step's name is always whole, and the newest whole file stays.
 
-    The file may have any format, and before it is whole any other name in its folder or below.
+    The format is free. An incomplete file may have any other name, in the folder or below.
     """
     given, answer = case.inputs[0], plain(case.answers[0])
     one, two, three = given["steps"]

@@ -12,7 +12,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import finite_floats, item_of, plain, read_number
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, per_rank
 
-DTYPES = ("float32", "float64")  # of a model some of whose ranks are idle
+DTYPES = ("float32", "float64")  # of the model in `elastic_idle`
 
 # --- elastic_share -------------------------------------------------------------------------------
 
@@ -117,9 +117,9 @@ def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
-    """As `observe_gradient`, with a list, which can be iterated twice, once in either dtype.
+    """As `observe_gradient`, once in each dtype, with a list, which can be iterated twice.
 
-    New memory that nobody has set, as that of `torch.empty`, holds nan. It may do so at any time.
+    Uninitialised memory, as of `torch.empty`, is set to nan here: it may hold nan in any run.
     """
     import torch
 
@@ -185,7 +185,7 @@ def judge_gradient(case: Case) -> Iterator[Finding]:
                 yield wrong
                 break
         else:
-            # One number in float32 is within oracle's tolerance once in 25 draws.
+            # A loss rounded to float32 would pass oracle's tolerance in one of 25 draws.
             if wrong := differs(
                 rank,
                 "the loss that combine returns",

@@ -34,11 +34,11 @@ def _note(name: str, *values: object) -> None:
     os.close(file)
 
 
-_combined: list[torch.nn.Parameter] = []  # those of the last step
+_combined: list[torch.nn.Parameter] = []  # the parameters of the last step
 
 
 class _Loss(float):
-    """What `combine` returns: a float, or a tensor of which a script takes the item."""
+    """The float that `combine` returns; a script may call item(), as on a tensor."""
 
     def item(self) -> float:
         return float(self)

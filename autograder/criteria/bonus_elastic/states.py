@@ -52,7 +52,7 @@ def draw_reshard(rng: np.random.Generator) -> Values:
 
 
 def _more(number: int) -> int:
-    """How much more padding than needed the old parts of a case have: the text allows any."""
+    """How much more padding than needed each old part of a case has: the text allows any."""
     return number % 2
 
 
@@ -68,12 +68,12 @@ def _shards(whole: np.ndarray, num_ranks: int, more: int) -> list[torch.Tensor]:
 
 
 def draw_own(draw: Draw) -> list[Values]:
-    """As `draw_reshard`, with nothing but parts: what becomes of the rest is its business."""
+    """As `draw_reshard`, but with parts only: `elastic_reshard` judges all other entries."""
     return [inputs | {"no_parts": False} for inputs in draw_reshard(draw)]
 
 
 def _no_parts(number: int) -> dict[str, Any]:
-    """What is the same on all ranks. `elastic_adam` judges what becomes of the step."""
+    """Entries that are the same on all ranks. `elastic_adam` judges the new state's step."""
     return {
         "step": torch.tensor(float(number + 1)),
         "count": number,
@@ -144,7 +144,7 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
 def judge_reshard(case: Case) -> Iterator[Finding]:
     """The new shards are equal parts of the old vector without its padding, padded with zeros.
 
-    What is no part may be copied, or shared with the old states and by the new ones.
+    All other entries may be copied, or shared with the old states and among the new ones.
     """
     for rank, answer in enumerate(case.answers):
         for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
@@ -250,8 +250,8 @@ def draw_adam(rng: np.random.Generator) -> Values:
 def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
     """Sharded AdamW; after some steps its state is resharded to a different number of ranks.
 
-    Each new rank gets a copy of its state, as from a file. For what is no part, the states may all
-    have the same tensor, and an optimiser counts its steps in place.
+    Each new rank gets a copy of its state, as from a file: the states may share the tensor of the
+    step, which an optimiser changes in place.
     """
     before, after = inputs["ranks"]
     whole = torch.from_numpy(inputs["p"].copy())

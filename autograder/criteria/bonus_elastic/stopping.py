@@ -32,7 +32,7 @@ def _our_handler() -> Iterator[Any]:
 
 
 class _Before(Exception):
-    """What the handler raises that is there before the `with`."""
+    """Raised by the handler that was installed before the `with`."""
 
 
 def _raise(number: int, frame: Any) -> None:
@@ -61,7 +61,7 @@ def _between_lines() -> Iterator[None]:
 def draw_stop(draw: Draw) -> list[Values]:
     """For several runs, the step before which each rank gets the signal; -1 means never.
 
-    In the last run it comes in the middle of `requested`.
+    In the last run the signal comes in the middle of `requested`.
     """
     rng = draw.shared()
     size = draw.world_size
@@ -117,7 +117,7 @@ def _kill_calls_the_old_one() -> bool:
 def judge_stop(case: Case) -> list[Finding]:
     """On all ranks False until a rank gets the signal, and True from that step on.
 
-    In the last run the signal comes during a call, which may hear it or leave it to the next.
+    In the last run the signal comes during a call; this call or the next one is the first True.
     Any collective may carry the votes, and none is needed once all have said True.
     """
     answers = [plain(answer) for answer in case.answers]
@@ -208,7 +208,7 @@ def _handler_name(handler: Any) -> str:
 
 
 def judge_handler(case: Case) -> Iterator[Finding]:
-    """After the `with` the old handler is back, also after an error, which comes through."""
+    """After the `with` the old handler is back, also after an error; the error comes through."""
     for rank, answer in enumerate(map(plain, case.answers)):
         problem = ""
         if answer.get("after") != "":

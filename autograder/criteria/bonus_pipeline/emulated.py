@@ -46,7 +46,7 @@ MOST_LEFT_OVER = 2
 
 
 def draw_run(draw: Draw, schedules: list[list[Step]]) -> list[Values]:
-    """One call: all stages as wide as each other, all micro-batches as large."""
+    """One call; all stages have the same width, all micro-batches the same size."""
     inputs = parts.draw_stages(draw, [WIDTH] * (draw.world_size + 1))
     m = len(schedules[0]) // 2
     parts.add_case(inputs, draw, schedules, [SAMPLES] * m)
@@ -91,7 +91,7 @@ def grading_cluster(world_size: int) -> Cluster:
 
 
 def judge_time(case: Case) -> Iterator[Finding]:
-    """Passes are in the schedule's order, activations are real, the bubble is the theory's."""
+    """Passes are in the schedule's order, activations are real, the bubble is as theory says."""
     wrong = (trouble, _wrong_order, _wrong_activations, _wrong_gradients)
     if findings := next(filter(None, ([*check(case)] for check in wrong)), None):
         yield from findings
@@ -169,7 +169,7 @@ def _wrong_activations(case: Case) -> Iterator[Finding]:
 def _wrong_gradients(case: Case) -> Iterator[Finding]:
     """A finding for each rank that sent too few gradients back, or one before its backward pass.
 
-    What is in them is judged by `pipe_gradients`.
+    `pipe_gradients` judges the gradients' values.
     """
     for rank, events in enumerate(case.trace.events[1:], start=1):
         ready = sent = early = 0
@@ -221,7 +221,7 @@ class _Room:
 class _SmallDevice(nn.Module):
     """A stage on a device that has room for few micro-batches' activations.
 
-    Nor has it room for what was received for micro-batches that have been backward.
+    The device has no room for received tensors of micro-batches whose backward pass is over.
     """
 
     def __init__(self, stage: nn.Module, limit: int, schedule: list[Step]) -> None:
@@ -231,14 +231,14 @@ class _SmallDevice(nn.Module):
         self.received: list[tuple[int, weakref.ref[torch.Tensor]]] = []
 
     def remember(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Notes that `tensor` is for what this rank receives for micro-batch `i`."""
+        """Notes that this rank receives micro-batch `i` into `tensor`."""
         self.received.append((i, weakref.ref(tensor)))
         return tensor
 
     def left_over(self, x: torch.Tensor) -> list[int]:
-        """Micro-batches whose received tensor is alive, though they go backward before `x` comes.
+        """Micro-batches whose received tensor is alive, though their backward comes before `x`.
 
-        Empty if `x` is not in the memory of a tensor that was remembered.
+        Empty if `x` is not in the memory of a remembered tensor.
         """
         alive = {i: tensor for i, ref in self.received if (tensor := ref()) is not None}
         now = [i for i, tensor in alive.items() if tensor.data_ptr() == x.data_ptr()]

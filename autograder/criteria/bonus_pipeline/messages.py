@@ -1,7 +1,7 @@
-"""Criterion for what a pipeline sends: the broker carries every message, so it knows.
+"""Criterion for what a pipeline sends, judged from the broker's record of all messages.
 
-Emulated messages leave at once. So what must be waited for is read from the record: a rank knows
-that a message has left if it has waited for it, or was told by what came after it.
+Emulated messages leave at once, so a missing wait does no harm, but the record shows it: a rank
+knows that a message has left if it has waited for that message, or for a later one that implies it.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def _wrong_content(case: Case) -> Iterator[Finding]:
 def _still_here(case: Case, rank: int) -> int:
     """How many messages of this rank may not have left when its call ends.
 
-    A rank knows its own events, and what the others had done before they issued what it has waited
-    for. A message has left if its sender or its receiver is known to have waited for it.
+    A rank knows its own events, and all events that precede a message or collective for which it
+    has waited. A message has left if its sender or receiver is known to have waited for it.
     """
     events = case.trace.events
-    issues: dict[str, dict[int, int]] = {}  # key -> rank -> which of its events
+    issues: dict[str, dict[int, int]] = {}  # key -> rank -> index of the event
     kinds: dict[str, Event] = {}
     for issuer, own in enumerate(events):
         for at, e in enumerate(own):
@@ -164,7 +164,7 @@ def _told_by(event: Event, rank: int) -> tuple[int | None, ...]:
 
 
 def _alone(case: Case) -> Iterator[Finding]:
-    """A finding if the call with one rank raised, or gave different gradients, but for a factor."""
+    """A finding if the call with one rank raised, or gave gradients wrong by more than a factor."""
     answer = case.answers[0]
     if isinstance(answer.get("raised"), str):
         yield Finding(
@@ -243,7 +243,7 @@ def judge_messages(case: Case) -> list[Finding]:
 
 
 def _too_early(case: Case) -> Iterator[Finding]:
-    """A finding for each rank that returns while something may not have left."""
+    """A finding for each rank that returns while a message may not have left."""
     for rank in range(case.world_size):
         if count := _still_here(case, rank):
             yield Finding(

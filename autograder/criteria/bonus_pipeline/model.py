@@ -96,7 +96,7 @@ def observe_choice(micro_batches_for: Any, inputs: Values, context: Context) -> 
 def judge_choice(case: Case) -> Iterator[Finding]:
     """The smallest number of micro-batches whose bubble is within the limit.
 
-    In no case does rounding alone decide, where one more is right, too.
+    No case depends on rounding.
     """
     for rank, answer in enumerate(case.answers):
         found = answer.get("found")

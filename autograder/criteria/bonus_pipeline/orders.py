@@ -26,8 +26,8 @@ ATOL = 1e-3  # of the sum of a micro-batch's numbers, which differs by far more
 def draw_orders(draw: Draw) -> list[Values]:
     """1F1B, GPipe backward in reverse order, one micro-batch at a time, a random order, a mixture.
 
-    In the mixture the first ranks do GPipe and the others 1F1B: what is sent to the first ranks is
-    long on its way, since they receive nothing before their last forward.
+    In the mixture the first ranks do GPipe and the others 1F1B: gradients for the first ranks are
+    long on their way, since those ranks receive none before their last forward.
     """
     rng, n = draw.shared(), draw.world_size
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
@@ -49,9 +49,9 @@ def draw_orders(draw: Draw) -> list[Values]:
 
 
 class _Watched(nn.Module):
-    """A stage that notes for which input each of its passes is, by the sum of its numbers.
+    """A stage that notes the input of each of its passes, by the sum of the input's numbers.
 
-    If all ranks take the wrong micro-batch in the same way, the gradients are right all the same.
+    Gradients do not show this: they are right if all ranks take the same wrong micro-batch.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -83,7 +83,7 @@ def observe_orders(run_pipeline: Any, inputs: Values, context: Context) -> Value
 def judge_orders(case: Case) -> list[Finding]:
     """The gradients are right, and every rank takes the micro-batches that its schedule names.
 
-    Forwards and backwards are compared each for themselves: `pipe_limit` has their mixture.
+    Forwards and backwards are compared separately: `pipe_limit` judges how they alternate.
     """
     for number in range(len(case.inputs[0]["cases"])):
         _, expected = parts.solve(case, number)
@@ -91,7 +91,7 @@ def judge_orders(case: Case) -> list[Finding]:
         wrong = parts.judge_direction(case, number, what, expected, one_factor=False)
         orders = list(_other_order(case, number))
         if wrong and any(not took for _, _, took, _ in orders):
-            return wrong  # where a pass is missing, this says more
+            return wrong  # a pass is missing: `wrong` says more
         sums = "are wrong" if wrong else "are right all the same, added up over the batch"
         findings = [
             Finding(
@@ -113,7 +113,7 @@ def judge_orders(case: Case) -> list[Finding]:
 def _other_order(case: Case, number: int) -> Iterator[tuple[int, str, list[str], list[str]]]:
     """Ranks whose passes took other micro-batches than their schedule names: took, expected.
 
-    "?" is an input that is none of a micro-batch.
+    "?" is an input that is no micro-batch.
     """
     h, _ = parts.batch_of(case, number)
     for rank, stage in enumerate(parts.stages_of(case)):
@@ -122,7 +122,7 @@ def _other_order(case: Case, number: int) -> Iterator[tuple[int, str, list[str],
         for kind in (FORWARD, BACKWARD):
             right = [i for k, i in each["schedule"] if k == kind]
             got = case.answers[rank].get(f"{kind}/{number}")
-            # Passes that a stage does again, to keep less, are not the schedule's.
+            # Repeated passes (recomputation, to keep less) do not count.
             first = _first(got) if is_floats(got) and got.ndim == 1 else np.zeros(0)
             if (
                 first.shape == (len(right),)
@@ -132,7 +132,7 @@ def _other_order(case: Case, number: int) -> Iterator[tuple[int, str, list[str],
             took = [_number_of(value, sums) for value in first[:24]]
             yield rank, kind, took, [str(i) for i in right]
             if kind == FORWARD:
-                return  # what it sends is for other micro-batches, too
+                return  # the next ranks then get wrong micro-batches, too
             break
         with torch.no_grad():
             h = stage(h)

@@ -1,4 +1,4 @@
-"""Ours for what later tasks call, so that a fault in it is not counted again there."""
+"""Our versions of functions that later tasks call, so that one fault is not counted twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
 def run_pipeline(
     stage: Any, schedule: Any, micro_batches: Any, targets: Any, loss_fn: Any, buffer: Any
 ) -> torch.Tensor:
-    """No overlap: a rank that sends waits. It serves GPipe, where all ranks wait in one order."""
+    """Blocking sends, without overlap: enough for GPipe, where all ranks have the same order."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     targets = targets or []

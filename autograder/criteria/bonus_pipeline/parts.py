@@ -49,8 +49,8 @@ def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
 def draw_widths(draw: Draw, *, equal: bool = False) -> list[int]:
     """The width of the input, and the width after each stage.
 
-    Unless they are `equal`, neighbours have different widths. So a student who takes the shape of
-    one for that of the other fails only the criterion with different ones.
+    Unless they are `equal`, neighbours have different widths. So code that takes one width for the
+    other fails only the criterion with different widths.
     """
     widths = draw.shared("widths").integers(2, 6, draw.world_size + 1) + 2 * equal
     if equal:
@@ -81,7 +81,7 @@ def make_stage(inputs: Values, context: Context) -> Stage:
 
 
 def add_old_gradients(inputs: list[Values], draw: Draw, scale: float = 1.0) -> None:
-    """Draws what each rank's gradients are before a call."""
+    """Draws the gradients that each rank has before a call."""
     for rank, values in enumerate(inputs):
         rng = draw.private(rank)
         values |= {
@@ -121,8 +121,8 @@ def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tupl
 def _mse_of_repeats(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`oracle.mse` of [n, width] and [n, width, repeats], in which each number is repeated.
 
-    A target has more numbers than its samples, and how many more differs by micro-batch. Arguments
-    in the wrong order change nothing, as in `oracle.mse`: they cost `pipe_tokens`.
+    So the numbers per sample differ between micro-batches. Arguments in the wrong order change
+    nothing here, as in `oracle.mse`: they cost `pipe_tokens`.
     """
     if output.dim() > target.dim():
         output, target = target, output

@@ -74,7 +74,7 @@ def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
 
 
 def _lasting(values: Any, what: str) -> Any:
-    """`values`, unless they are gone after one reading: a list can be read again."""
+    """`values`; raises an error for an iterator, which can be read only once."""
     if isinstance(values, Iterator):
         raise TypeError(f"expected a list from {what}, got {described(values)}: use list(…).")
     return values
@@ -162,7 +162,7 @@ def most_kept(steps: list[Step]) -> int:
 
 
 def draw_schedules(draw: Draw) -> list[Values]:
-    """Pairs [stages, micro-batches]: fewer, as many or more stages, and one of either."""
+    """Pairs [stages, micro-batches]: fewer, as many and more stages, one stage, one micro-batch."""
     rng = draw.shared()
     pairs = [[1, 3], [2, 1], [4, 4], [3, 2], [2, 6]]
     pairs += [[int(rng.integers(3, 8)), int(rng.integers(8, 14))] for _ in range(2)]

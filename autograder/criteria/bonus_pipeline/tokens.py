@@ -1,7 +1,7 @@
 """Criterion for stages of other kinds: tokens in, frozen parameters, float64 on the way.
 
-And stages whose outputs are not contiguous, nor the gradients of their inputs. gloo and NCCL refuse
-to send those, or to receive into such a tensor, the emulated cluster does not: see `_refusing`.
+The stages' outputs and the gradients of their inputs are not contiguous. gloo and NCCL refuse to
+send such a tensor, or to receive into one; the emulated cluster does not: see `_refusing`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _TokenStage(nn.Module):
 
 
 def _refusing(as_it_is: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """`EmulatedGroup.send` or `.recv` with gloo's refusal, in its words."""
+    """`EmulatedGroup.send` or `.recv`, which raises gloo's error for a tensor that gloo refuses."""
 
     def checked(group: Any, tensors: Any, *where: Any, **options: Any) -> Any:
         if not all(tensor.is_contiguous() for tensor in tensors):
@@ -90,7 +90,7 @@ def _one_hot(tokens: list[torch.Tensor], width: int) -> list[torch.Tensor]:
 def observe_tokens(run_pipeline: Any, inputs: Values, context: Context) -> Values:
     """The gradients of a stage; the first stage has an embedding. Then a call without tokens.
 
-    And whether parameters and inputs that want no gradient have got none.
+    Also whether parameters and inputs that require no gradient have none.
     """
     is_last = context.rank == context.world_size - 1
     stage = _TokenStage(inputs, context.rank == 0, is_last).to(context.device)
@@ -115,8 +115,8 @@ def observe_tokens(run_pipeline: Any, inputs: Values, context: Context) -> Value
 def judge_tokens(case: Case) -> list[Finding]:
     """The gradients are those of one process in float64, up to a common factor.
 
-    What wants no gradient has none: a `.grad` of zeros would make AdamW decay a frozen weight, and
-    that of an input stays as long as the batch.
+    Tensors that require no gradient have none: a `.grad` of zeros would make AdamW decay a frozen
+    weight, and the `.grad` of an input would take memory as long as the batch exists.
     """
     n = case.world_size
     stages = [

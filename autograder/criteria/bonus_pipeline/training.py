@@ -82,7 +82,7 @@ def judge_train(case: Case) -> list[Finding]:
     """The parameters are those of one process that takes the same steps; so are the losses.
 
     Old gradients may become None or zeros, and the batch may be the optimizer's closure.
-    Only the first step that is wrong is told: all that follow come of it.
+    Only the first wrong step is reported, because the later errors follow from it.
     """
     for number, step in enumerate(_steps(case)):
         ranks = range(case.world_size)
@@ -102,7 +102,7 @@ def _wrong_parameters(case: Case, rank: int, number: int, step: _Step) -> Findin
         hint = _why(case, rank, number, i, step.gradients[rank][i])
         if wrong := oracle.differs(rank, name, got, right, hint=hint):
             if _other_loss(answer, rank, number, step.loss):
-                # It comes before the step, so the step alone cannot be to blame for it.
+                # The loss is computed before the step, so the step alone is not the cause.
                 why = "The loss is wrong, too. Do weights change between the micro-batches?"
                 return oracle.differs(rank, name, got, right, hint=why)
             return wrong
@@ -110,7 +110,7 @@ def _wrong_parameters(case: Case, rank: int, number: int, step: _Step) -> Findin
 
 
 def _why(case: Case, rank: int, number: int, i: int, gradient: np.ndarray) -> str:
-    """Which gradient the optimizer's step had: that of SGD is the change of the parameters."""
+    """A hint from the gradient that the step used, which is SGD's change divided by the rate."""
     values, answer = case.inputs[rank], case.answers[rank]
     start = answer.get(f"p{number - 1}/{i}") if number else values["wb"[i]]
     got = answer.get(f"p{number}/{i}")

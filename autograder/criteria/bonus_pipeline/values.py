@@ -82,8 +82,8 @@ def draw_scale(draw: Draw) -> list[Values]:
 def draw_uneven(draw: Draw) -> list[Values]:
     """Micro-batches of different sizes; a sample's target is repeated, as often as drawn.
 
-    Then as many of equal size, to compare with. As if all but the last were as large as the first,
-    no order of the sizes has the right sum.
+    Then as many of equal size, to compare with. Code that takes all sizes but the last for the
+    first one gets a wrong sum, whatever the order of the sizes.
     """
     rng = draw.shared()
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))

@@ -21,8 +21,8 @@ TOLERANCE = {"float32": 2e-4, "float64": 1e-8}
 # --- orthonormal columns -------------------------------------------------------------------------
 
 
-# At the larger angle, float32 is enough for Gram-Schmidt that subtracts one column after the other.
-# At the smaller one, a threshold of 1e-3 takes what is left for nothing.
+# At the larger angle, modified Gram-Schmidt (one projection after the other) works in float32. At
+# the smaller one, a threshold of 1e-3 would take the rest of a column for zero.
 SMALL_ANGLES = {"nearly parallel columns": 1e-3, "almost parallel columns": 2e-4}
 
 
@@ -112,9 +112,9 @@ def judge_columns(case: Case) -> Iterator[Finding]:
 def judge_dependent(case: Case) -> Iterator[Finding]:
     """The columns are orthogonal, have length 1 or 0, and span those of the argument.
 
-    Any such columns are right. Where nothing is left, there may be zero or any other direction.
+    Any such columns are right. A dependent column may become zero or any other direction.
     """
-    # Only `judge_columns` asks for float64's precision: to lose it costs one criterion, not two.
+    # Only `judge_columns` asks for float64's precision, so losing it costs only one criterion.
     return _judge(case, dict.fromkeys(TOLERANCE, TOLERANCE["float32"]), strict=False)
 
 
@@ -184,15 +184,15 @@ def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | Non
 MEAN_SHAPES = ((3, 4), (), (7,), (2, 3, 5), (1,), (0,), (6, 2))
 
 
-# Name of a call -> shapes and dtype. A result may not be in the memory of an argument, nor of an
-# earlier result: only one tensor, and a second call of the same size, tell them apart.
+# Name of a call -> shapes and dtype. A result must not share memory with an argument (shows with
+# one tensor, "d"), nor with an earlier result (shows with the same sizes again, "a" and "c").
 MEANS = {
     "a": (MEAN_SHAPES, "float32"),
     "b": (MEAN_SHAPES[:3], "float64"),
     "c": (MEAN_SHAPES, "float32"),
     "d": (MEAN_SHAPES[:1], "float32"),
 }
-# Two float32 tensors of so many numbers are more than a bucket of DDP, 25 MB, would hold.
+# Two float32 tensors of so many numbers exceed a bucket of DDP (25 MB).
 LARGE = 2**22
 
 
@@ -242,7 +242,7 @@ def _count_calls(packed_mean: Any, tensors: list[torch.Tensor]) -> int:
 
 
 def _why_not_orthogonal(wanted: np.ndarray, column: int) -> str:
-    """By what is left of the column when the columns before it are subtracted."""
+    """A hint from the rest of the column after the projections on earlier ones are subtracted."""
     left = abs(np.linalg.qr(wanted)[1][:, column][column]) if column < wanted.shape[0] else 0.0
     length = float(np.linalg.norm(wanted[:, column]))
     if left <= 1e-5 * length:
@@ -258,7 +258,7 @@ def _why_not_orthogonal(wanted: np.ndarray, column: int) -> str:
 def judge_mean(case: Case) -> Iterator[Finding]:
     """As many tensors as were passed, each the mean over ranks, in its shape; one all-reduce.
 
-    A rank may divide before or after it.
+    A rank may divide before or after the all-reduce.
     """
     for rank, answer in enumerate(case.answers):
         calls = answer.get("calls")

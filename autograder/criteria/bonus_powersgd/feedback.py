@@ -101,7 +101,7 @@ def judge_telescope(case: Case) -> list[Finding]:
 
 
 def _first_wrong_error(case: Case, i: int, steps: int) -> str:
-    """Where an error is not what was wanted minus what was applied."""
+    """The first step whose error is not gradient + old error - applied gradient, in words."""
     for step in range(steps):
         for rank, answer in enumerate(case.answers):
             new, old, applied = (
@@ -216,7 +216,7 @@ def judge_steps(case: Case) -> list[Finding]:
     return findings
 
 
-# How a step may be computed wrongly, and what a student reads of it.
+# Known mistakes in a step, and the hint for each.
 _WAYS = {
     "none": "no error is added: add each rank's error to its gradient before the step",
     "forgets": "the new error is gradient - applied: the old error is missing in it",
@@ -232,7 +232,7 @@ _AT_ONCE = ("raw", "old")  # these make the first step wrong, and later ones hug
 
 
 def _why_step(case: Case, i: int, step: int, columns: int, got: Any) -> str:
-    """The way in which a compressed gradient was computed, if it is a known wrong one."""
+    """A hint: the known mistake that gives this compressed gradient."""
     qs = start_of(case, i, columns)
     if isinstance(qs, Finding) or not isinstance(got, np.ndarray):
         return ""
@@ -328,7 +328,7 @@ def _go_on(reducer: Any, parameters: Any, inputs: Values, answer: Values, name: 
 def judge_resume(case: Case) -> list[Finding]:
     """The loaded reducer gives the same gradients as the first one, and they are not all zero.
 
-    The state may have any form that torch.load reads without trust.
+    The state may have any form that torch.load reads with weights_only=True.
     """
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):

@@ -1,4 +1,4 @@
-"""Ours, for what a student has written in an earlier task and calls in a later one.
+"""Our versions of functions that a student writes in one task and calls in a later one.
 
 A later task is judged with these if the student's own are wrong, which costs points once.
 """
@@ -55,7 +55,7 @@ def numbers_sent(shapes: list[tuple[int, ...]], rank: int) -> int:
 
 
 def train(model: Any, reducer: Any, batches: Any, lr: float, loss_fn: Any) -> list[float]:
-    """The lab's `train`, with updates by hand: with it, a reducer is judged alone."""
+    """The lab's `train`, with updates by hand, so that only the reducer is judged."""
     losses = []
     for x, y in batches:
         model.zero_grad()

@@ -23,7 +23,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 # --- the start -----------------------------------------------------------------------------------
 
 STARTS = (*PLAIN, (30, 400))
-MANY = 1000  # so many random numbers show what they are drawn from
+MANY = 1000  # so many random numbers show their distribution
 
 
 def draw_seed(draw: Draw) -> list[Values]:
@@ -39,7 +39,7 @@ def draw_seed(draw: Draw) -> list[Values]:
 def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
     """The Qs of two reducers with different seeds, and of one more with the first seed."""
     torch.manual_seed(inputs["own"])
-    torch.rand(3)  # to seed it with its own seed again does not put it back
+    torch.rand(3)  # so seeding with the same seed does not restore the state
     before, answer = torch.get_rng_state(), {}
     for number, seed in enumerate([*inputs["seeds"], inputs["seeds"][0]]):
         parameters = parameters_for(STARTS, torch.float32, context.device)
@@ -123,7 +123,7 @@ IDLE, PAUSE = 1, WARM_STEPS - 2  # this parameter's gradients are zero in this s
 def draw_warm(draw: Draw) -> list[Values]:
     """The same private gradients in every step; their mean has two large singular values.
 
-    One parameter has a step of zeros before the last: it has to go on from where its Q was then.
+    One parameter has a step of zeros before the last: its Q from before that step has to stay.
     """
     rng, n = draw.shared(), draw.world_size
     inputs = draw_gradients(draw, PLAIN, WARM_STEPS, "float64", rank=WARM_RANK)
@@ -182,8 +182,8 @@ def judge_warm(case: Case) -> Iterator[Finding]:
 
 
 REVIVE_RANKS = (0, 1, 2, 2)  # of the mean gradient, step by step
-# In the first step of rank 2, a column of Q may be rounding noise from the step before it, which
-# not every way to orthonormalise makes use of; in the second step it is there.
+# In the first step of rank 2, a column of Q may be only rounding noise of the step before, which
+# some methods to orthonormalise drop. In the second step the column is right with all methods.
 REVIVE_JUDGED = (0, 1, 3)
 
 

@@ -14,7 +14,7 @@ columns, feedback, model, power, start, traffic, training = later(
 )
 mark_steps = Later("autograder.criteria.common.emulated.mark_steps")
 
-# What a student wrote in an earlier task may be called in a later one: which criteria judge it.
+# Functions of earlier tasks that later tasks may call, and the criteria that judge them.
 _after_mean: dict[str, Any] = {
     "stand_ins": ("orthonormalise", "packed_mean"),
     "relies_on": ("powersgd_columns", "powersgd_dependent", "powersgd_mean"),

@@ -22,7 +22,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Event
 
 LAYERS, STEPS, RANK = 6, 3, 2
-MANY = 120  # steps of a longer run, for what is sent every so often
+MANY = 120  # steps of a longer run, to find what is sent in few steps only
 REST = 0.005  # allowed relative error of an uncompressed gradient; 16 bits use a third of it
 SLACK_BYTES = 200  # for a message in which ranks only agree on something
 MOST_CALLS = 3
@@ -36,7 +36,7 @@ def draw(source: Draw, taken: int = STEPS) -> list[Values]:
     """Layers of two sizes, each with a bias.
 
     Args:
-        taken: how many steps are taken; the same gradients come again and again.
+        taken: how many steps are taken; the gradients of the first STEPS steps are repeated.
     """
     rng = source.shared("sizes")
     shapes: list[tuple[int, ...]] = []
@@ -118,7 +118,7 @@ def _least_numbers(case: Case) -> int:
 
 
 def _found_beside(case: Case, rank: int) -> str | None:
-    """What is communication, but none of a step's means: before the steps, and barriers."""
+    """Words for needless communication: any before the first step, and barriers in steps."""
     events = case.trace.events[rank]
     began = [i for i, event in enumerate(events) if event.kind == "compute"]
     early = [event.collective for event in events[: began[0]] if event.kind == "issue"]
@@ -136,7 +136,7 @@ def _found_beside(case: Case, rank: int) -> str | None:
 def judge_calls(case: Case) -> Iterator[Finding]:
     """No step has more than three collectives, and nothing is sent but in steps.
 
-    Two are right, too: what is not compressed may travel with all P.
+    Two are right, too: uncompressed gradients may travel with all P.
     """
     for rank, steps in enumerate(of_every_rank(case, _steps)):
         if isinstance(steps, Finding):

@@ -232,7 +232,7 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     }
     for i, parameter in enumerate(model.parameters()):
         answer[f"p{i}"] = parameter.detach().cpu().numpy()
-    # Nothing is sent here: a rank that left out a step would let the others wait.
+    # The stand-in sends nothing: with collectives, a skipped step would make other ranks wait.
     counter, infinite = CountingReducer(), (batches[0][0], batches[0][1] + math.inf)
     other = oracle.mlp(inputs).to(context.device)
     again = train(other, counter, iter([infinite, batches[1]]), LR, oracle.mse)

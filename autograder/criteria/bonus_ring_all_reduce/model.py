@@ -19,9 +19,9 @@ CASES = 2 * KINDS + 1
 def draw(rng: np.random.Generator) -> Values:
     """Sizes, clusters and seconds, each case within 10 % of where ring and tree take equally long.
 
-    For each kind of world size (a power of two, one or two more, one or two less, any, one more
-    than a large power of two) the ring is faster by a little, and then the tree; both have the same
-    size, so that no size decides. Between two ranks the ring is always faster.
+    There are two cases for each kind of world size (a power of two, one or two more, one or two
+    less, any, one more than a large power of two): the ring is a little faster in one, the tree in
+    the other one. Both have the same size, so no size decides. With two ranks the ring is faster.
     """
     cases = [case for kind in range(KINDS) for case in _two_cases(kind, rng)]
     latency_s, bandwidth = cases[0][2:]

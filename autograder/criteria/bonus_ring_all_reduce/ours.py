@@ -1,4 +1,4 @@
-"""Ours for functions of earlier tasks, so that a fault that they have is not counted again."""
+"""Our versions of functions of earlier tasks, so that one fault is not counted twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chunk_bounds(numel: int, num_chunks: int) -> list[tuple[int, int]]:
 
 
 def ring_steps(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Plays all ranks: each sends the chunk that has changed last, at first its own."""
+    """Simulates all ranks: each sends the chunk that has changed last, at first its own."""
     changed = [{own: 0} for own in range(world_size)]
     steps = []
     for step in range(2 * (world_size - 1)):
@@ -51,7 +51,7 @@ def exchange(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
 
 
 def ring_all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """No ring: everybody sends everything to everybody. It serves the hook just as well."""
+    """Without a ring: each rank sends its tensor to all others, which is enough for the hook."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own, total = tensor.clone(), tensor
     for shift in range(1, world_size):

@@ -16,7 +16,7 @@ from autograder.criteria.common.answers import described, item_of, read_pairs, r
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 VIRTUAL_WORLDS = (2, 3, 5, 8)
-ALSO_ONE = (1, *VIRTUAL_WORLDS)  # one rank: a plan without steps, of which only one half is judged
+ALSO_ONE = (1, *VIRTUAL_WORLDS)  # one rank has a plan without steps; only `judge_gather` judges it
 # In float64, int(61 / 7 * 7) is 60; the last size is too large for float32.
 LOST_BY_ROUNDING = ((61, 7), (15, 13), (20_000_003, 7))
 
@@ -45,7 +45,7 @@ def observe_chunks(chunk_bounds: Any, inputs: Values, context: Context) -> Value
 
 
 def _noted(pairs: Any, what: str, answer: Values) -> Any:
-    """The pairs that `what` returned. Where they are no list, the answer notes what they are.
+    """The pairs that `what` returned. If they are no list, the answer notes their type.
 
     An iterator has no length and no items, and is empty after it has been read once.
     """
@@ -55,7 +55,7 @@ def _noted(pairs: Any, what: str, answer: Values) -> Any:
 
 
 def _no_list(case: Case) -> Iterator[Finding]:
-    """What the answers have noted."""
+    """Findings for the notes of `_noted`."""
     for rank, answer in enumerate(case.answers):
         if note := told(answer, "no list"):
             yield Finding(str(note), rank)
@@ -153,7 +153,7 @@ def _half(case: Case, n: int, first: bool) -> _Half | Finding:
         where = f"ring_steps({rank}, {n})"
         if steps is None:
             return Finding(f"{where}: expected a list of pairs (sent, received).", real)
-        # Steps that are missing at the end, or too many, are a fault of the second half.
+        # Missing steps at the end, and additional steps, count as faults of the second half.
         if len(steps) < n - 1 if first else len(steps) != 2 * (n - 1):
             return Finding(f"{where}: expected {2 * (n - 1)} steps, got {len(steps)}.", real)
         half = steps[: n - 1] if first else steps[n - 1 :]
@@ -218,10 +218,10 @@ def judge_reduce(case: Case) -> Iterator[Finding]:
 def judge_gather(case: Case) -> Iterator[Finding]:
     """Requires that N - 1 more steps give all sums to all ranks.
 
-    A rank begins with what the first half has left it. If that is no sum, `judge_reduce` has said
-    so. The second half is then judged as if each rank had the sum that it sends first; and not at
-    all if it repeats the steps of the first half, because then it repeats their mistake. That the
-    steps are no list is said here only.
+    A rank begins with the sums that the first half has left. If a rank has none, which costs
+    `judge_reduce`, the second half is judged as if each rank had the sum that it sends first. A
+    second half that repeats the steps of the first repeats the same mistake, and is not judged.
+    Only this judge reports steps that are no list.
     """
     yield from _no_list(case)
     for n in ALSO_ONE:
@@ -240,7 +240,7 @@ def judge_gather(case: Case) -> Iterator[Finding]:
 
 
 def _gather_problem(half: _Half, has: list[set[int]], world_size: int) -> Finding | None:
-    """What is wrong with handing round, if rank r begins with the sums of the chunks `has[r]`."""
+    """What is wrong with the second half, if rank r begins with the sums of chunks `has[r]`."""
     n = half.n
     for step in range(n - 1):
         for rank, own in enumerate(half.steps):

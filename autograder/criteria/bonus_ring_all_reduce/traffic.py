@@ -35,10 +35,10 @@ def draw(source: Draw, *, op: str = "sum", then: tuple[str, ...] = ()) -> list[V
     """One large private tensor.
 
     Args:
-        op: what the ranks do with it.
+        op: the operation of its all-reduce.
         then: which other all-reduces follow; see `_others`.
     """
-    count = NUMEL * source.world_size - 1  # of n chunks one is shorter: rounding hides few bytes
+    count = NUMEL * source.world_size - 1  # one of n chunks is shorter: rounding adds few bytes
     common = {"op": op, "then": list(then)}
     return [
         common | {"x": source.private(rank).normal(size=count).astype(np.float32)}
@@ -74,9 +74,9 @@ def _others(inputs: Values, n: int) -> dict[str, torch.Tensor]:
 
 
 def _runs(tensors: list[np.ndarray], op: str) -> Iterator[np.ndarray]:
-    """The tensors, and what a ring makes of them in either direction, rounded after each step.
+    """The tensors, and a ring's partial results in either direction, rounded after each step.
 
-    Sums count for a maximum, too: what is computed is not the traffic's business.
+    Sums count for a maximum, too: other criteria judge what is computed.
     """
     for first, tensor in enumerate(tensors):
         yield tensor
@@ -113,7 +113,7 @@ def _without_content(case: Case) -> Iterator[Finding]:
 
 
 def _problem(case: Case) -> list[Finding]:
-    """Findings because of which the traffic cannot be judged further."""
+    """Findings that make it impossible to judge the traffic further."""
     if case.world_size == 1:
         return []
     total = sum(m.nbytes for rank in range(case.world_size) for m in sends_of(case, rank))
@@ -139,7 +139,7 @@ def _problem(case: Case) -> list[Finding]:
 
 
 def judge_bytes(case: Case) -> Iterator[Finding]:
-    """No rank sends more than 2 (N - 1) of the longest chunks: no length before a chunk, say."""
+    """No rank sends more bytes than 2 (N - 1) of the longest chunks have."""
     findings = _problem(case)
     yield from findings
     n = case.world_size
@@ -169,7 +169,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
 
 
 def judge_neighbours(case: Case) -> Iterator[Finding]:
-    """Rank r sends to rank r + 1, and to nobody else; nobody waits for all."""
+    """Rank r sends to rank r + 1 only, and calls no barrier."""
     findings = _problem(case)
     yield from findings
     for rank, events in enumerate(case.trace.events if not findings else ()):

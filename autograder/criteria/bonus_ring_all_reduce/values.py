@@ -60,7 +60,7 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
     with alone(context), in_world_of(exchange, 1, rank=0):
         exchange(outgoing, incoming)
     answer["same memory"] = incoming.data_ptr() == outgoing.data_ptr()
-    outgoing.zero_()  # a copy stays as it is
+    outgoing.zero_()  # a copy in `incoming` does not change
     answer["alone"] = incoming.cpu().numpy()
     return answer
 
@@ -193,9 +193,9 @@ def judge_sum(case: Case) -> Iterator[Finding]:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """As `judge_sum`; a result that is only returned is `judge_sum`'s business.
+    """As `judge_sum`, but a result may be returned only, which costs `judge_sum` alone.
 
-    A mean may be divided before the first step, at half time or at the end; no other `op` is asked.
+    A mean may be divided before the first step, between the halves or at the end.
     """
     return _judge(case, in_place=False)
 
@@ -251,7 +251,7 @@ def _problem(case: Case, rank: int, number: int, got: Any) -> Finding | None:
 
 
 def _is_divided_each_time(got: np.ndarray, everyone: np.ndarray) -> bool:
-    """Whether each value is a sum round the ring, from some rank on, divided after each step."""
+    """Whether each value is a sum along the ring, from any rank on, divided after each step."""
     n = len(everyone)
     found = np.zeros(got.shape, bool)
     for start in range(n):

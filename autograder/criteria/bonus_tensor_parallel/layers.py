@@ -34,7 +34,7 @@ MLP, ATTENTION, NORMS = ("up", "down"), ("qkv", "out"), ("norm1", "norm2")
 WEIGHTS = ("out.w", "qkv.w", "qkv.b", "down.w", "up.w", "up.b")  # each rank's own parts
 NORM_GRADIENTS = ("norm1.w", "norm1.b", "norm2.w", "norm2.b")
 REPLICATED = ("out.b", "down.b", *NORM_GRADIENTS)
-OTHER_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)  # which a norm may have instead
+OTHER_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)  # wrong values, for a hint
 FEWER = 3  # tokens of a shorter sequence
 
 
@@ -140,7 +140,7 @@ def judge_mlp(case: Case) -> Iterator[Finding]:
 
 
 def _why_mlp(values: Values, got: Any, expected: np.ndarray) -> str:
-    """What comes out if GELU is missing, or is not between the layers."""
+    """A hint if GELU is missing, or is not between the layers."""
     full, x = whole_block(values), torch.from_numpy(values["x"])
     if not is_floats(got, expected.shape):
         return ""
@@ -158,7 +158,7 @@ def _why_mlp(values: Values, got: Any, expected: np.ndarray) -> str:
 def judge_attention(case: Case) -> Iterator[Finding]:
     """Requires the whole output on all ranks, and the gradients of each rank's parts.
 
-    As attention is causal, the first tokens alone give what they give with the others.
+    Attention is causal, so the first tokens give the same output with and without the others.
     """
     yield from _judge(case, "attend", ATTENTION, _why_attention)
     right = solve(case.inputs[0], "attend")["y"][:, :FEWER]
@@ -171,7 +171,7 @@ def judge_attention(case: Case) -> Iterator[Finding]:
 
 
 def _why_attention(values: Values, got: Any, expected: np.ndarray) -> str:
-    """Which tokens are wrong, and what another mask would give."""
+    """A hint: the wrong mask that gives this output, or the first wrong token."""
     if not is_floats(got, expected.shape) or oracle.agrees(got, expected, "float64"):
         return ""
     full, x = whole_block(values), torch.from_numpy(values["x"])
@@ -184,8 +184,8 @@ def _why_attention(values: Values, got: Any, expected: np.ndarray) -> str:
         full.first_hidden = first_hidden
         with torch.no_grad():
             other = numbers(full.attend(x))
-        # A mask without the diagonal leaves token 0 nothing to see, and implementations differ in
-        # what they make of that: compare from token 1 on.
+        # With a mask without the diagonal, token 0 sees nothing, and implementations differ in its
+        # output: compare from token 1 on.
         if oracle.agrees(got[:, 1:], other[:, 1:], "float64"):
             return f"That fits another mask, in which {who}: a token sees itself and those before."
     is_right = np.isclose(got, expected, rtol=1e-8).all(axis=(0, 2))
@@ -199,7 +199,7 @@ def _why_attention(values: Values, got: Any, expected: np.ndarray) -> str:
 
 
 def _why_block(values: Values, got: Any, expected: np.ndarray) -> str:
-    """Which eps would give the output that came."""
+    """A hint: the wrong eps that gives this output."""
     if not is_floats(got, expected.shape) or oracle.agrees(got, expected, "float64"):
         return ""
     for eps in OTHER_EPS:

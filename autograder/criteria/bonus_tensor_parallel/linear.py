@@ -162,8 +162,8 @@ def _observe(kind: str, build: Any, inputs: Values, context: Context, *, whole: 
     if not whole and kind == "column":
         gy = _cut(gy, rank, n)
     x = tensor(x, context, grad=True)
-    # The layer's input is no leaf here: a leaf's gradient could be the very tensor on which the
-    # layer's own backward still works.
+    # The layer's input is no leaf here: a leaf's gradient could be a tensor that the layer's own
+    # backward still changes.
     y = read_tensor(layer(x * 1.0), "forward()")
     if not y.requires_grad:
         raise RuntimeError(

@@ -30,7 +30,7 @@ class FullBlock(nn.Module):
     def __init__(self, width: int, num_heads: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.first_hidden = 1  # how many tokens later than itself is the first that one cannot see
+        self.first_hidden = 1  # token i sees no token from i + first_hidden on
         self.norm1, self.norm2 = (nn.LayerNorm(width, eps, dtype=DTYPE) for _ in range(2))
         self.qkv = nn.Linear(width, 3 * width, dtype=DTYPE)
         self.out = nn.Linear(width, width, dtype=DTYPE)

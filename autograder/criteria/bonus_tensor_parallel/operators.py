@@ -18,8 +18,8 @@ OTHER_DTYPES = ("float32", "float16", "bfloat16")
 def draw(source: Draw) -> list[Values]:
     """Private tensors and gradients: of three shapes, one for each rank, one for each other dtype.
 
-    The tensors for the ranks have one shape, and each rank's gradient of its own is zero. Code
-    that sends no zeros so leaves out one sum on each rank: it gets wrong sums, and does not hang.
+    The tensors for the ranks have one shape, and in its own tensor a rank's gradient is zero. So
+    code that sends no zeros skips one sum on each rank: it gets wrong sums, but does not hang.
     Tensors of other dtypes hold small whole numbers, whose sums are exact in all of them.
     """
     shared, n = source.shared(), source.world_size

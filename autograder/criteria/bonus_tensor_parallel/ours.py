@@ -1,4 +1,4 @@
-"""Ours, for what a student has written in an earlier task and calls in a later one.
+"""Our versions of functions that a student writes in one task and calls in a later one.
 
 A later task is judged with these if the student's own are wrong, which costs points once.
 """
@@ -25,7 +25,7 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
 
 
 def copy_in(x: torch.Tensor) -> torch.Tensor:
-    """f, with a hook in place of a function of autograd's."""
+    """f, as a hook in place of an autograd function."""
     y = x.view_as(x)
     if y.requires_grad:
         y.register_hook(_summed)
@@ -33,7 +33,7 @@ def copy_in(x: torch.Tensor) -> torch.Tensor:
 
 
 def sum_out(x: torch.Tensor) -> torch.Tensor:
-    """g: what the others add is a constant for autograd."""
+    """g: for autograd, the other ranks' summands are a constant."""
     return x + (_summed(x) - x.detach())
 
 
@@ -83,7 +83,7 @@ def my_slice(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def parameter(tensor: torch.Tensor) -> nn.Parameter:
-    """A parameter of its own."""
+    """A parameter with a copy of the numbers."""
     return nn.Parameter(torch.empty_like(tensor).copy_(tensor.detach()))
 
 

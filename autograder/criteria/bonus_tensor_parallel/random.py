@@ -65,8 +65,8 @@ def _forked(stream: Any) -> Any:
 def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values:
     """Masks inside fork(): two of one stream, and one of each of four others.
 
-    The stream with the seed again is that of the next run, in a new process; one more with this
-    seed is among more ranks. The others have different seeds, one of them 0.
+    "again" has the first seed in a new process, "more" has the first seed among more ranks. The
+    other two have different seeds, one of them 0.
     """
     answer: Values = {}
     torch.manual_seed(inputs["common"])
@@ -176,9 +176,9 @@ def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_outside(case: Case) -> list[Finding]:
-    """Requires the same masks on all ranks, whatever was drawn inside fork(), and an error there.
+    """Requires the same masks on all ranks, whatever happened inside fork(), also an error.
 
-    The stream itself goes on after the error.
+    After the error, the stream itself goes on.
     """
     found = [(_masks(case, f"plain{i}"), _masks(case, f"used{i}")) for i in range(4)]
     for i, (plain, used) in enumerate(found):
@@ -203,7 +203,7 @@ def judge_outside(case: Case) -> list[Finding]:
         return [Finding("F.dropout inside fork() did not draw masks.")]
     for rank in range(case.world_size):
         if _same(begun[rank], gone_on[rank]):
-            continue  # it always begins again: `judge_inside` says so
+            continue  # the stream restarts in each fork(): `judge_inside` says so
         if _same(failed[rank], following[rank]):
             return [
                 Finding(
@@ -255,7 +255,7 @@ def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
         for each, value in (("out", 3.0), ("down", 7.0)):
             layers[each].bias.fill_(value)
         answer["both True"] = numbers(block(x) - x)
-        # All hidden features have one value, and a place of the output is the sum of them.
+        # All hidden features have the same value, and each output number is their sum.
         layers["down"].weight.fill_(1.0)
         for each, value in (("up", 1.0), ("out", 0.0), ("down", 0.0)):
             layers[each].bias.fill_(value)

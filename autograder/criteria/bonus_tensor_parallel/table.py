@@ -15,7 +15,7 @@ layers, linear, operators, paper, random, traffic, vocab = later(
 )
 mark_steps = Later("autograder.criteria.common.emulated.mark_steps")
 
-# What a student wrote in an earlier task may be called in a later one: which criteria judge it.
+# Functions of earlier tasks that later tasks may call, and the criteria that judge them.
 _OPERATORS = ("copy_in", "sum_out")
 _SLICES = (*_OPERATORS, "my_slice", "parameter")
 _LAYERS = (*_SLICES, "ColumnParallelLinear", "RowParallelLinear")

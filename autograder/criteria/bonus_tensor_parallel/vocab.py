@@ -204,8 +204,8 @@ def judge_loss(case: Case) -> Iterator[Finding]:
 def judge_gradient(case: Case) -> Iterator[Finding]:
     """Requires, for own columns, (softmax - one-hot) / tokens times the incoming gradient.
 
-    If the loss itself is wrong, too, that is what is told: its gradient comes of it. Autograd may
-    differentiate, or a function of the student's.
+    If the loss is wrong, too, only the loss is reported, because the gradient follows from it. The
+    backward pass may be autograd's or the student's own.
     """
     loss, whole = _solve(case)
     n, factor = case.world_size, case.inputs[0]["factor"]
@@ -262,7 +262,7 @@ def observe_traffic(cross_entropy: Any, inputs: Values, context: Context) -> Val
 def judge_traffic(case: Case) -> Iterator[Finding]:
     """Requires that only a few numbers travel per token, never a row of logits.
 
-    Which ones does not matter, and the target's logit may travel with a sum or with the maximum.
+    Any numbers may travel, and the target's logit may travel with a sum or with the maximum.
     """
     tokens, (loss, _) = case.inputs[0]["targets"].size, _solve(case)
     for rank in range(case.world_size):

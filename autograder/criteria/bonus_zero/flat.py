@@ -38,7 +38,7 @@ def draw_flat(draw: Draw) -> list[Values]:
                 number = len(cases)
                 dtype = str(rng.choice(["float32", "float64"]))
                 if shapes is SHAPES[0] and place == 0:
-                    # Numbers that a padding of a different dtype would turn into float32.
+                    # float16, which padding of a different dtype would turn into float32.
                     parts, dtype = int(rng.choice([4, 5, 8])), "float16"
                 cases.append(
                     {
@@ -207,7 +207,7 @@ def observe_groups(trainable_groups: Any, inputs: Values, context: Context) -> V
     told: list[Any] = []
     unchanged = True
     for case in inputs["cases"]:
-        # All parameters hold the same numbers, and half of them none, which have no address, too:
+        # All parameters hold the same numbers, and half of them are empty, so without an address:
         # only their identity distinguishes them.
         parameters = [nn.Parameter(torch.ones(2 * (1 - i % 2))) for i in range(COUNT)]
         for i in inputs["frozen"]:
@@ -275,7 +275,7 @@ def _slip(got: Any, expected: list[Any], frozen: list[int]) -> str:
     """The first thing that is wrong with the groups, in a sentence, or an empty string.
 
     Args:
-        got: as `_describe` tells it, or anything else.
+        got: the result of `_describe`, or anything else.
     """
     pairs = got if isinstance(got, list) else []
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):

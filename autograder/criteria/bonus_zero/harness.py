@@ -161,7 +161,7 @@ def trained(
     """The parameters after each step, as one process computes them in float64.
 
     Args:
-        mean: takes the mean over ranks; a micro-batch for which it gives None counts nothing.
+        mean: takes the mean over ranks; a micro-batch with the mean None is left out.
     """
     inputs = case.inputs[0]
     parameters = [
@@ -259,7 +259,7 @@ def same_direction(
 
     if not any(off.any() for off in off_by(factor)):
         return None
-    # With the factor that fits all, none may be right: then another one shows the place.
+    # With the common factor, all numbers may be off: then a different factor shows the place.
     others = [(other, off_by(other)) for other in (factor, 1.0, float(case.world_size))]
     counted = [(sum(int(off.sum()) for off in offs), other, offs) for other, offs in others]
     count, factor, offs = min((each for each in counted if each[0]), key=lambda each: each[0])

@@ -64,7 +64,7 @@ def _train_zero1(zero: Any, inputs: Values) -> list[float]:
 
 
 def _train_zero2(zero: Any, inputs: Values) -> Values:
-    """What is left after backward comes first: whoever keeps it runs out of memory for that."""
+    """Looks for gradients left after backward first, since these would cause a lack of memory."""
     import torch.distributed as dist
 
     left = _left_after_backward(zero)
@@ -77,9 +77,9 @@ def _train_zero2(zero: Any, inputs: Values) -> Values:
 def _left_after_backward(zero: Any) -> list[int]:
     """How many p.grad there are after backward and before reduce(), if all gradients have come.
 
-    The first group's gradient comes before the last group's, for which it has to wait. This is
-    counted at first, and again after a backward in which the first group has got no gradient. If
-    reduce() fails for lack of it, that costs `zero2_order`, and here counts as none left.
+    The first group's gradient comes before the last group's, for which it has to wait. The count is
+    taken twice; between the two, the first group has no gradient in one backward. If reduce() then
+    fails, that costs `zero2_order`, and counts as none left here.
     """
     first, last = (nn.Parameter(torch.ones(7)) for _ in range(2))
     optimizer = zero([{"params": [first]}, {"params": [last]}], torch.optim.SGD, lr=0.1)

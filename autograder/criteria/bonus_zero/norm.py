@@ -44,7 +44,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def draw_cost(source: Draw) -> list[Values]:
-    """Like `draw`, without shares that are all zeros: they are `judge`'s alone."""
+    """Like `draw`, without shares that are all zeros, which only `judge` checks."""
     return _draw(source, tuple(kind for kind in KINDS if kind[0] != "zeros"))
 
 

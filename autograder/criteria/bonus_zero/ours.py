@@ -1,4 +1,4 @@
-"""Ours, for what a student has written in an earlier task and calls in a later one."""
+"""Our versions of functions that a student writes in one task and calls in a later one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def trainable_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """What there is to train, once."""
+    """The trainable parameters, each of them once."""
     given, earlier, groups = list(params), set(), []
     for group in given if isinstance(given[0], dict) else [{"params": given}]:
         members = group["params"]

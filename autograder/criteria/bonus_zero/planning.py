@@ -54,7 +54,7 @@ def _share(sizes: list[int], ranks: int) -> int:
     return sum((size + ranks - 1) // ranks for size in sizes)
 
 
-# What else may be taken for a rank's share, and what is wrong with it.
+# Known wrong shares of a rank, and the hint for each.
 _WRONG_SHARES = (
     (
         lambda sizes, ranks: sum(math.ceil(size / ranks) for size in sizes),

@@ -23,7 +23,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 BEFORE, AFTER = 3, 2
 OTHER_LR = 0.01
-# Of the whole state. A share is at most a half, and whoever keeps whole vectors keeps all of it.
+# Of the whole state. A share is at most a half; code that keeps whole vectors keeps all of it.
 KEPT_AT_MOST = 0.75
 ADAMW = {"lr": 0.05, "weight_decay": 0.2}
 MOMENTUM = {"lr": 0.05, "momentum": 0.9}  # for RMSprop, which does not use its step count
@@ -90,8 +90,8 @@ def _count_numbers(value: Any, seen: set[int]) -> int:
 def judge_saved(case: Case) -> list[Finding]:
     """Requires that each rank saves a copy of its share, without communication.
 
-    All shares together have to have enough numbers for the whole state. They may have any form,
-    and the padding and the shard in them or not.
+    All shares together must have enough numbers for the whole state. Their form is free, and they
+    may contain the padding and the shard or not.
     """
     findings: list[Finding] = []
     numel = sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
@@ -162,8 +162,8 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
 def _kept_and_changed(subject: Any, inputs: Values, context: Context, blobs: list[bytes]) -> Values:
     """Loads into an optimiser that was made with a different learning rate.
 
-    Returns the bytes of the tensors that it has kept from that, and its learning rates before and
-    after.
+    Returns the bytes of the tensors that it has kept from loading, and its learning rates before
+    and after.
     """
     zero, _, load_shards = subject
     parameters = harness.make_parameters(inputs, context.device)
@@ -177,7 +177,7 @@ def _kept_and_changed(subject: Any, inputs: Values, context: Context, blobs: lis
 
 
 def _rates(optimizer: Any) -> list[float]:
-    """The learning rates; none if `param_groups` does not tell, which is judged elsewhere."""
+    """The learning rates; none if `param_groups` is unusable, which is judged elsewhere."""
     try:
         return [float(group["lr"]) for group in optimizer.param_groups]
     except Exception:

@@ -186,7 +186,7 @@ def _judge(case: Case, most_bytes: float, hint: str) -> list[Finding]:
 
 
 def _scattered(case: Case, step: _LastStep) -> str:
-    """What to look at if no gradient is in an all-reduce, and something else is."""
+    """A hint if an all-reduce carries something else, and none carries the gradient."""
     reduced = [c for c in step.reductions if c.kind == "all_reduce"]
     if not reduced or _share_sent(case, step.rank, 0, step.sent(reduced)) > 0.5:
         return ""

@@ -42,7 +42,7 @@ def draw_reduce(draw: Draw) -> list[Values]:
 def observe_reduce(zero: Any, inputs: Values, context: Context) -> Values:
     """Shares after one reduce(), after a second reduce(), after zero_grad() and a third, halved.
 
-    Besides, of how many groups gradients are there when a reduce() begins its last collective.
+    Also how many groups have gradients when a reduce() begins its last collective.
     """
     parameters = harness.make_parameters(inputs, context.device)
     groups = [group["params"] for group in harness.make_groups(inputs, parameters)]
@@ -139,7 +139,7 @@ def draw_adamw(draw: Draw) -> list[Values]:
 def observe_adamw(zero: Any, inputs: Values, context: Context) -> Values:
     """The parameters after each step; the optimiser gets an iterator of parameters.
 
-    Besides, whether views that were taken before the first step have the last numbers.
+    Also whether views that were taken before the first step have the final numbers.
     """
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(iter(parameters), torch.optim.AdamW, **QUICK)
@@ -313,7 +313,7 @@ def _why_special(case: Case, rank: int, expected: list[np.ndarray]) -> str:
     if len(got) < len(expected):
         return ""
     for mean, why in _WRONG_MEANS:
-        # With a share of its own, a rank may be right where the others are not.
+        # Each share is computed on one rank, so the mistake may show in some shares only.
         other = harness.trained(case, torch.optim.SGD, MOMENTUM, mean=mean)[-1]
         triples = zip(got, expected, other, strict=True)
         if all((np.isclose(g, a) | np.isclose(g, b)).all() for g, a, b in triples):
@@ -388,7 +388,7 @@ def draw_order(draw: Draw) -> list[Values]:
 def observe_order(zero: Any, inputs: Values, context: Context) -> Values:
     """The parameters after all steps, each with a new optimiser and copies of the parameters.
 
-    Whether reduce() makes ready for the next backward is judged by other criteria.
+    Other criteria judge whether reduce() prepares the next backward.
     """
     parameters = harness.make_parameters(inputs, context.device)
     for step in range(inputs["steps"]):

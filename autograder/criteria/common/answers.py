@@ -143,7 +143,7 @@ def read_pairs(values: Any, what: str, first: Callable[..., Any] = integer) -> l
 
 
 def _printed(value: Any) -> str:
-    """What is printed for a value if that is short and tells its type; else what it is."""
+    """The value as text if that shows its type; else its type, dtype and shape."""
     if isinstance(value, bool | int | float | complex | str | list | tuple | dict):
         return reprlib.repr(value)[:100]
     dtype = f" of {value.dtype}" if hasattr(value, "dtype") else ""
@@ -166,7 +166,7 @@ def naming(call: str) -> Iterator[None]:
 def described(value: Any) -> Any:
     """A number as it is, anything else in words: "nothing", "a Tensor". For use in the ranks.
 
-    A message that says what came back says more than the error of a `float()` in the grader.
+    So a message can say what came back; a `float()` in the grader would only fail.
     """
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)

@@ -33,7 +33,7 @@ def find_ahead(events: Iterable[Event], rank: int, passes: int = 1) -> Finding |
 def find_disorder(events: Iterable[Event], rank: int) -> Finding | None:
     """A finding if a layer went forward after the backward of the same pass had begun.
 
-    Without it, a rank could ask for the compute of a backward early, and hide its late traffic.
+    Otherwise a rank could ask for the compute of a backward early, and hide its late traffic.
     """
     begun: set[int] = set()
     for event in events:

@@ -25,7 +25,7 @@ from autograder.criteria.criterion import Draw, Values, integer
 from autograder.criteria.not_started import is_not_started
 
 MANY = 40  # to keep: more than any test saves, so that nothing is deleted. ckpt_keep keeps fewer.
-LATE_S = 1.0  # so long after a save its file is looked for once more
+LATE_S = 1.0  # after this time, a missing file is looked for once more
 NUMEL = 60_000  # 240 kB of float32: more than `deaths.WRITE_LIMIT_BYTES`
 
 
@@ -75,7 +75,7 @@ def working_with(path: Any) -> Iterator[tuple[ModuleType, Path]]:
             told, name = describe(error, path), type(error).__name__
             if not told.endswith(")"):
                 raise
-            # Whoever reports an error begins with its type: this one has the type's name.
+            # A report begins with the name of the error's type, so the new type keeps the name.
             raise type(name, (RuntimeError,), {})(told.removeprefix(f"{name}: ")) from error
 
 
@@ -117,7 +117,7 @@ def rising_steps(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def state_of(inputs: Values, step: int) -> dict[str, Any]:
-    """A state that no different draw or step has."""
+    """A state that differs for each draw and step."""
     weight = torch.from_numpy(inputs["weight"]) + step
     return {"model": {"weight": weight}, "at": step, "note": f"step {step}"}
 
@@ -139,7 +139,7 @@ def step_and_state(function: str, found: Any) -> tuple[int, Any]:
     """Reads a pair that `function` has returned.
 
     Raises:
-        TypeError: it is none, or its step is no integer.
+        TypeError: it is no pair, or its step is no integer.
     """
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise TypeError(f"{function}: expected (step, state) or None, got {type(found).__name__}")
@@ -176,7 +176,7 @@ def others_in(folder: Path) -> list[str]:
 
 
 def one_file(others: Any) -> str:
-    """A sentence about the `others_in` a folder that finished saves have left; "" if none."""
+    """A sentence about the files that saves left beside theirs (`others_in`); "" if none."""
     if not isinstance(others, list) or not others:
         return ""
     return (
@@ -192,7 +192,7 @@ def is_whole(module: ModuleType, file: Path, states: list[dict[str, Any]]) -> bo
         try:
             found = module.load_newest(Path(alone))
             return name_of(found[0]) == file.name and any(is_state(found[1], s) for s in states)
-        except Exception:  # load_newest should not raise; that is ckpt_damage's business
+        except Exception:  # load_newest should not raise; ckpt_damage judges that
             return False
 
 

@@ -1,4 +1,4 @@
-"""What torch's DDP asks of a communication hook, in a student's words. For use in the ranks."""
+"""Whether torch's DDP accepts a student's communication hook. For use in the ranks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def as_future(found: Any, hook: str) -> torch.futures.Future[torch.Tensor]:
     Raises:
         TypeError: it is something else, perhaps nothing.
     """
-    if isinstance(found, torch._C.Future):  # then() gives one that is no torch.futures.Future
+    if isinstance(found, torch._C.Future):  # what then() returns is no torch.futures.Future
         return found  # type: ignore[return-value]
     raise TypeError(f"{hook} returned {described(found)}; it has to return a torch Future")

@@ -1,14 +1,14 @@
-"""A process dies while it changes files: at every moment that leaves something else behind.
+"""Kills a process while it changes files, at every moment that leaves different files behind.
 
-What a killed process leaves is what is on the disk at that moment. So a save runs once undisturbed
-in a forked process, in which two hooks of Python's tell of the moments that count. An audit hook is
+A killed process leaves the files as they are at that moment. So a save first runs undisturbed in a
+forked process, in which two of Python's hooks report the moments that count. An audit hook is
 called before every call that opens, renames or deletes a file. A profile hook is called whenever
-any call ends, and looks whether a file has changed since: by a write, a flush or a close of a file
-that has been open all the time, by C++, or by another program. Then the save runs anew for each
-moment, in a process that kills itself there.
+any call ends, and looks whether a file has changed since the last look: by a write, a flush or a
+close of an open file, by C++, or by a different program. Then the save runs anew for each moment,
+in a process that kills itself at that moment.
 
-Between two such moments is a large write, in the middle of which the kernel kills: from the n-th
-audited call on, files grow only up to a limit. n grows until the function comes to its end.
+A process also has to die in the middle of a large write: the kernel kills it, because from the n-th
+audited call on, files grow only up to a limit. n grows until the save comes to its end.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _CALLS = {
 
 @dataclass(frozen=True)
 class Death:
-    """How a process ended that was to die.
+    """How a process ended that was to be killed.
 
     Attributes:
-        ended: "killed", "ended" (nothing was left to die at), "raised" (likewise) or "hung".
+        ended: "killed", "ended" or "raised" (both before the moment came), or "hung".
         when: what the process was about to do, or had just done, in words; empty if it was not
             killed.
     """
@@ -78,7 +78,7 @@ def deaths(save: Callable[[], Any], before: Path, place: Path) -> Iterator[Death
     """Runs `save` in one forked process after another, each of which dies a bit later.
 
     Args:
-        before: the files before `save`; `place`, in which it works, becomes their copy each time.
+        before: the files before `save`; `place`, where it works, becomes a copy of them each time.
 
     Yields:
         each death, right after it; a process that hung ends the iteration.
@@ -92,7 +92,7 @@ def deaths(save: Callable[[], Any], before: Path, place: Path) -> Iterator[Death
         _copy(before, place)
         death, _ = _run(save, number, watched=place)
         if death.ended in ("ended", "raised"):
-            continue  # a thread was faster this time
+            continue  # threads made this run's moments fewer
         yield death
         if death.ended == "hung":
             return
@@ -105,11 +105,11 @@ def deaths(save: Callable[[], Any], before: Path, place: Path) -> Iterator[Death
         yield death
         if death.ended == "hung":
             return
-        number = max(number, len(calls)) + 1  # all of these calls come before this write
+        number = max(number, len(calls)) + 1  # the deadly write came after all of these calls
 
 
 def run_to_its_end(save: Callable[[], Any]) -> bool:
-    """Runs `save` in a forked process as above, which does not die; whether it came to its end."""
+    """Whether `save` comes to its end in a forked process that nothing kills."""
     return _run(save)[0].ended == "ended"
 
 
@@ -121,9 +121,9 @@ def _copy(before: Path, place: Path) -> None:
 def _telling(moments: list[Moment]) -> list[int]:
     """The numbers, from 1 on, of the moments at which a death shows something new.
 
-    Where a change is followed by a call, the death before the call leaves the same. Of many like
-    changes in a row, such as the writes of one loop, the first and the last are enough. A save that
-    has more moments than any honest one dies at the last ones: names are given at the end.
+    A death right after a change and one right before the next call leave the same files: one of
+    them is enough. Of many like changes in a row, the first and the last are enough. If there are
+    too many moments, the last ones count, because a save renames its file at the end.
     """
     numbered = list(enumerate(moments, 1))
     chosen: list[int] = []
@@ -145,12 +145,12 @@ def _run(
     watched: Path | None = None,
     in_a_write: bool = False,
 ) -> tuple[Death, list[Moment]]:
-    """Runs `save` in a process that dies at a moment, or at none; also what it told until then.
+    """Runs `save` in a process that dies at a moment; also returns the moments until its end.
 
     Args:
-        number: the moment, from 1 on; with `in_a_write`, the call after which the first large
-            write is deadly, 0 for any.
-        watched: the folder whose changes are moments, too, and not only calls.
+        number: the moment, from 1 on, or -1 for none; with `in_a_write`, the call after which the
+            first large write is deadly, or 0 for the first large write of all.
+        watched: the folder in which changes are moments, too; by default only calls are.
     """
     # A file, not a pipe: a pipe can fill up, and a process that `save` starts may keep it open.
     with tempfile.TemporaryFile() as told:
@@ -198,7 +198,7 @@ def _wait(pid: int) -> int | None:
 
 
 class _Hooks:
-    """The hooks of a process that is to die: they tell of each moment, and kill at the n-th."""
+    """The hooks of a process that is to die: they report each moment, and kill at the n-th."""
 
     def __init__(self, number: int, told: int, watched: Path | None, in_a_write: bool) -> None:
         self.left, self.told, self.in_a_write = number, told, in_a_write
@@ -220,7 +220,7 @@ class _Hooks:
             self._reach("<" + what)
 
     def profile(self, frame: Any, event: str, function: Any) -> None:
-        # Nothing but bytecode runs between the end of one call and the beginning of the next.
+        # From the end of a call to the beginning of the next, bytecode runs: it changes no file.
         if event not in ("call", "c_call"):
             name = frame.f_code.co_qualname if event == "return" else function.__name__
             with self.one_looks:
@@ -269,7 +269,7 @@ class _Files:
         try:
             with os.scandir(folder) as found:
                 entries = list(found)
-        except OSError:  # deleted meanwhile, by a thread or another program
+        except OSError:  # deleted meanwhile, by a thread or a different program
             return
         for entry in entries:
             try:
@@ -281,10 +281,10 @@ class _Files:
 
 
 class _Seen(NamedTuple):
-    """A file as it was: its content, and by what to tell quickly that it is still the same."""
+    """A file at the last look: its content, and a mark that tells quickly if it has changed."""
 
     mark: tuple[int, int, int]
-    settled: bool  # whether a later change has to give it another mark
+    settled: bool  # whether every later change gives it a different mark
     content: tuple[int, int]
 
 

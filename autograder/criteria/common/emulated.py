@@ -87,9 +87,9 @@ def local_gradients(
 
 
 def seconds_each(case: Case, cluster: Cluster, begin: int, count: int) -> float:
-    """Virtual seconds of each of the last `count` steps.
+    """Mean virtual seconds of the last `count` steps.
 
-    They begin, on any rank, with the first forward of number `begin`.
+    The first of them begins when any rank first goes forward in step `begin`.
     """
     timeline = simulate(case.trace, cluster)
     begin_s = min(
@@ -127,7 +127,7 @@ def sends_of(case: Case, rank: int) -> list[Event]:
 def of_every_rank(
     case: Case, read: Callable[[Case, int], Last | Finding]
 ) -> list[Last] | list[Finding]:
-    """`read(case, rank)` of each rank; only the findings if any is one or has a `finding`."""
+    """`read(case, rank)` of each rank; only the findings if a result is one or has a `finding`."""
     found = [read(case, rank) for rank in range(case.world_size)]
     findings = [it if isinstance(it, Finding) else getattr(it, "finding", None) for it in found]
     return [it for it in findings if it] or [it for it in found if not isinstance(it, Finding)]

@@ -23,7 +23,7 @@ from minidist.launch import rank_environment, run
 from minidist.processes.fork_server import fork
 from minidist.processes.ports import free_port, let_go
 
-ELSEWHERE = ".elsewhere"  # a rank's file with this ending: where it was to meet the others
+ELSEWHERE = ".elsewhere"  # ending of a rank's file that says where it was to meet the others
 GRACE_S = 10.0  # after a rank has died, the others get this long to end: a busy machine is slow
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a check may have more ranks than there are GPUs
 
@@ -97,8 +97,8 @@ def run_to_a_death(
 ) -> list[int]:
     """Runs the script, one rank of which is going to be killed, until all ranks have ended.
 
-    `run_script` gives the others a second to end; what they do after a death is what counts here.
-    The arguments are those of `run_script`.
+    Callers judge what the other ranks do after the death; `run_script` would give them only a
+    second to end. The arguments are those of `run_script`.
 
     Returns:
         each rank's exit code; negative: the signal that ended it, which is SIGKILL also for a rank
@@ -177,7 +177,7 @@ def complete_environment() -> None:
 def _note_meeting_place(file: Path) -> None:
     """From now on, `init_process_group` writes to `file` if ranks are to meet elsewhere.
 
-    On one machine they may come together there all the same; on several they do not.
+    On one machine the ranks may come together there all the same; on several they would not.
     """
     import torch.distributed as dist
 

@@ -32,7 +32,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Values
 from autograder.criteria.not_started import is_not_started
 
 WIDTH, BLOCKS, SAMPLES = 520, 24, 2
-BATCHES = 4  # that are drawn for each rank
+BATCHES = 4  # drawn for each rank
 PARAMETER_BYTES = BLOCKS * (WIDTH + 2) * WIDTH * 4
 LAUNCH_DEADLINE_S = 50.0
 MEGABYTE = 2**20
@@ -121,7 +121,7 @@ def launch_limited(
                 env=ENVIRONMENT,
             )
         except LaunchDeadlineError as error:
-            # The others may wait for a rank that has failed: then this is the reason.
+            # Other ranks may have waited for one that failed: its file has the real reason.
             results = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
             if not results:
                 raise TimeoutError(str(error)) from None
@@ -137,7 +137,7 @@ def launch_limited(
 
 
 def _describe(subject: Any, name: str, line: int) -> str:
-    """The student's line; this process has the text of the notebook's cells, a launched one not."""
+    """The student's line; a launched process does not have the text of the notebook's cells."""
     for function in _functions_beside(subject):
         code = function.__code__
         if code.co_name == name and any(number == line for *_, number in code.co_lines()):
@@ -157,13 +157,13 @@ def _functions_beside(subject: Any) -> Iterator[Any]:
 
 
 def run_limited(job: bytes, allowance: int, folder: str) -> Values:
-    """One rank: sets the limit, runs the student's code under it, and returns how that ended.
+    """One rank: sets the limit, runs the student's code under it, and returns how the code ended.
 
-    If it failed, this is in a file of the folder as well: other ranks may wait for this one.
+    A failure is also written to a file in `folder`, because other ranks may wait for this rank.
     """
     import resource
 
-    # As if each rank had a machine for itself: LOCAL_RANK is not RANK.
+    # As if each rank had a machine for itself, so that LOCAL_RANK differs from RANK.
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
     _tidy_allocator()
     _warm_up()
@@ -222,8 +222,8 @@ def _tidy_allocator() -> None:
 def _warm_up() -> None:
     """Joins the group, and trains two layers of the model with everything a submission may use.
 
-    The layers are as large as the model's later, because the memory that libraries keep for a
-    matrix product depends on its size and on the processor.
+    The layers are as large as those of the student's model, because the memory that libraries keep
+    for a matrix product depends on its size and on the processor.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -253,9 +253,9 @@ def _data_bytes() -> int:
 
 
 def results_of(case: Case) -> list[Values]:
-    """What `launch_limited` brought back: of every rank, of those that failed, or nothing.
+    """The results of all ranks, or of the failed ranks only; [] if the answer is malformed.
 
-    At the deadline several may have failed and told why, while others still wait for them.
+    At the deadline, several ranks may have failed and told why, while others still wait for them.
     """
     results = case.answers[0].get("results")
     if (

@@ -93,8 +93,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def ordered(loss: Loss, answer: Values) -> Loss:
     """`loss(prediction, target)`, which notes in `answer` how it was called.
 
-    If the target comes first, the mean squared error has the same value and gradients; other losses
-    have not. If it is not called at all, a loss of the student's own may have the same value here.
+    The numbers do not show either mistake: the mean squared error stays the same if the target
+    comes first, and a student who never calls `loss` may compute the same value.
     """
 
     def noted(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def ordered(loss: Loss, answer: Values) -> Loss:
 
 
 def find_misused_loss(answer: Values, rank: int) -> Finding | None:
-    """A finding if the target came first in what `ordered` returned, or if nobody called it."""
+    """A finding if the loss from `ordered` got the target first, or was never called."""
     if answer.get("loss called") is not True:
         return Finding("loss_fn was never called; no other loss may take its place.", rank)
     if answer.get("target first") is True:
@@ -223,7 +223,7 @@ def train(
         arrays: initial parameters.
         batches: one entry per step, which holds one (x, y) per rank.
         lr: learning rate.
-        clear: False for what comes of gradients that are never cleared.
+        clear: False gives the result of a loop that never clears its gradients.
 
     Returns:
         final parameters (float64), and for each step the loss of each rank before the update.

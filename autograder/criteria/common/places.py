@@ -40,7 +40,7 @@ def two_nodes(rank: int, world_size: int) -> dict[str, str]:
 
 
 def meeting_place(init_method: Any = None) -> str:
-    """Where ranks meet that call `init_process_group` now; None: where the environment says."""
+    """Where ranks would meet in `init_process_group`; None: where the environment says."""
     if init_method is not None and not str(init_method).startswith("env://"):
         return str(init_method)
     return f"tcp://{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -50,11 +50,11 @@ def meeting_place(init_method: Any = None) -> str:
 def on_two_nodes(context: Context, written: Any) -> Iterator[None]:
     """Inside, the last rank is alone on a second node, as far as the environment tells.
 
-    Every check runs so: code that takes LOCAL_RANK for RANK, or LOCAL_WORLD_SIZE for WORLD_SIZE,
-    gives something else then. Not on GPUs, where LOCAL_RANK says which one is free.
+    Every check runs like this, so that code that takes LOCAL_RANK for RANK, or LOCAL_WORLD_SIZE for
+    WORLD_SIZE, fails. Not on GPUs, where LOCAL_RANK says which one is free.
 
     Args:
-        written: of the notebook.
+        written: a function or class of the notebook.
     """
     if context.device.type != "cpu":
         yield
@@ -71,11 +71,11 @@ def on_cpu(written: Any) -> Iterator[None]:
     """Inside, the notebook runs on the CPU: torch finds no GPU, and a device that the notebook has
     in a variable (DEVICE, say) is the CPU.
 
-    For ranks whose world is emulated, or whose environment tells of fewer ranks than there are: a
-    machine may have fewer GPUs than ranks, but enough for a node of that environment.
+    For ranks whose world is emulated, or whose environment tells of fewer ranks than there are: the
+    machine may have enough GPUs for a node of that environment, but fewer than real ranks.
 
     Args:
-        written: of the notebook; it may have imported torch's functions by name.
+        written: a function or class of the notebook, which may import torch's functions by name.
     """
     names = namespace(written)
     gpus = [n for n, v in names.items() if isinstance(v, torch.device) and v.type == "cuda"]
@@ -103,9 +103,9 @@ def alone(context: Context) -> Iterator[None]:
 
 @contextmanager
 def hashing_as(process: int, written: Any) -> Iterator[None]:
-    """Inside, the notebook's `hash` of a text is that of a process of its own.
+    """Inside, the notebook's `hash` of text differs between processes.
 
-    Ranks that torchrun started hash text in different ways. In grading they are forks of one
+    Ranks that torchrun starts hash text in different ways. In grading, ranks are forks of one
     process, and would hash alike.
 
     Args:
@@ -126,9 +126,9 @@ def hashing_as(process: int, written: Any) -> Iterator[None]:
 
 @contextmanager
 def ordering_sets_as(process: int, written: Any) -> Iterator[None]:
-    """Inside, the notebook's `set(...)` of texts has the order of a process of its own.
+    """Inside, the order of the notebook's `set(...)` of texts differs between processes.
 
-    As in `hashing_as`: ranks that torchrun started order sets of text in different ways.
+    As in `hashing_as`: ranks that torchrun starts order sets of text in different ways.
 
     Args:
         process: number of the process; written: a function of the notebook.
@@ -145,7 +145,7 @@ def ordering_sets_as(process: int, written: Any) -> Iterator[None]:
             return OwnOrder(super().__or__(other))
 
         def __reduce__(self) -> Any:
-            return set, (list(self),)  # other ranks get a plain one
+            return set, (list(self),)  # other ranks get a plain set
 
     with having(namespace(written), {"set": OwnOrder}):
         yield

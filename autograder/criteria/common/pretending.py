@@ -28,7 +28,7 @@ def pretending(function: Any, instead: Mapping[tuple[Any, str], Any]) -> Iterato
 
 
 def namespace(written: Any) -> dict[str, Any]:
-    """The global names that a function or class of the notebook uses; of several, the first's."""
+    """The global names of a function or class of the notebook; of a tuple, those of the first."""
     first = written[0] if isinstance(written, tuple) and written else written
     if inspect.isfunction(first):
         # The wrapper of torch.no_grad() has torch's names.
@@ -40,7 +40,7 @@ def namespace(written: Any) -> dict[str, Any]:
 def in_world_of(
     function: Any, world_size: int, rank: int | None = None
 ) -> AbstractContextManager[None]:
-    """Inside, what the notebook calls its number of ranks, and its rank, has these values."""
+    """Inside, the notebook's variables for its number of ranks and its rank have these values."""
     names = namespace(function)
     new = {"WORLD_SIZE": world_size, "world_size": world_size}
     if rank is not None:

@@ -38,7 +38,7 @@ def wait_for_ends(
 
 
 def lives_on(who: str, code: object, why: str = "") -> str:
-    """What is wrong with the end of a process after another has died; "" if it has failed.
+    """What is wrong with how a process ended after a different one died; "" if it has failed.
 
     Args:
         who: the process, in words; code: its exit code, None if it is still running.

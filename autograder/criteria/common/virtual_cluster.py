@@ -1,7 +1,7 @@
-"""A cluster of nodes with GPUs that is not there: what code calls on its places is noted.
+"""A pretended cluster of nodes with GPUs, which notes what code calls on each of its places.
 
-Grading has no GPU, or fewer than ranks, and one node. So a student's function or script runs where
-torch says that there are GPUs, and the environment that there are several nodes.
+Grading has one node, and fewer GPUs than ranks or none. So a student's function or script runs
+where torch says that there are GPUs, and the environment says that there are several nodes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from minidist.launch import run
 
 PER_NODE, NODES = 3, 2
 MEET = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}  # where its ranks meet
-SCRIPT_GPUS = (PER_NODE - 1, PER_NODE)  # of a node where a script is only watched until it joins
-JOINING_DEADLINE_S = 60.0  # twice, until it joins
+SCRIPT_GPUS = (PER_NODE - 1, PER_NODE)  # per node, in two runs of a script that end when it joins
+JOINING_DEADLINE_S = 60.0  # for both runs together
 
 
 class Place:
@@ -108,10 +108,10 @@ class _HasJoinedError(BaseException):
 
 
 class _Door(Place):
-    """A place of task 1's virtual cluster, at which a script goes no further than joining."""
+    """A place at which a script ends as soon as it joins."""
 
     def init_process_group(self, *args: Any, **options: Any) -> None:
-        if not self.backend:  # a bare `except:` may come here again, with a second one
+        if not self.backend:  # a script with a bare `except:` may join again: the first one counts
             super().init_process_group(*args, **options)
             if (device := options.get("device_id")) is not None:
                 self.set_device(device)
@@ -121,15 +121,15 @@ class _Door(Place):
 def find_joins(script: Path, arguments: list[str], folder: Path) -> list[Values]:
     """For each number of GPUs, the backend that the script names and the GPU that it has chosen.
 
-    The backend is "" if it does not come that far, the GPU -1 if it chooses later.
+    The backend is "" if the script does not come that far, the GPU is -1 if it chooses one later.
 
-    There is no GPU here, so it cannot go on. Whoever waits for the other ranks before joining, or
-    runs on a machine that is too busy, has named none.
+    Without a real GPU the script cannot go on after it has joined. The list is empty if the script
+    waits for the other ranks before it joins, or if the machine is too busy.
     """
     given = (_join, 1, str(script.resolve()), arguments, str(folder))
     try:
         return run(*given, deadline_s=JOINING_DEADLINE_S, env=ON_CPU)[0]
-    except LaunchError:  # what fails before it joins may need a real GPU
+    except LaunchError:  # no fault: a script may need a real GPU, or other ranks, before it joins
         return []
 
 

@@ -1,4 +1,4 @@
-"""What several labs withhold: module of minidist -> what it would answer (`Lab.withheld`)."""
+"""What several labs withhold: module of minidist -> the solution in it (`Lab.withheld`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import minidist
 
 TRAINING_LOOP = {"minidist.train.program": "its training loop"}
-# What lies beside our DDP and is no part of it; a module that is new there is withheld.
+# Modules beside our DDP that are no part of it; any other module there is withheld.
 _SHOWN = {"clipping", "join", "legacy", "native", "sync_batch_norm"}
 _DATA = Path(minidist.__path__[0], "parallel", "data")
 OWN_DDP = {

@@ -38,19 +38,19 @@ MEGABYTE = 2**20
 FULL_DTYPES = ("float32", "float64")  # half precision would halve the time of the all-reduces
 
 # The network of overlap and scaling: equal layers, of which a bucket holds two. In the order of
-# backward, a bucket takes QUICK and the next one SLOW to compute, and so on, and the all-reduce of
-# each takes LATENCY + TRANSFER. So an all-reduce has time until the bucket after the next: whoever
-# waits in a hook for the bucket before loses it. One all-reduce for each layer pays the latency
-# twice as often, and one for all layers has nothing to hide behind.
+# backward, buckets take QUICK and SLOW in turn to compute, and each all-reduce takes LATENCY +
+# TRANSFER. It is hidden only if it may go on until the bucket after the next is full: a hook must
+# not wait for the bucket before its own. One all-reduce per layer pays the latency twice as often,
+# and a single one for all layers has nothing to hide behind.
 LAYERS, WIDTH = 20, 125
 UNIT_S = 1e-3
 QUICK, SLOW, LATENCY, TRANSFER = 0.4, 3.6, 0.9, 0.9
 LAYER_BYTES = WIDTH * WIDTH * 4
-# A few layers are not registered in the order in which they run: a bucket is full before the one
-# that is launched before it. And each layer has frozen parameters, which take no place in a bucket.
+# A few layers are not registered in the order in which they run, so one bucket is full before the
+# bucket that has to be launched first. Each layer has frozen parameters, which no bucket may hold.
 REGISTERED = (*range(14), 16, 17, 14, 15, 18, 19)
 FROZEN = WIDTH * WIDTH // 2
-SCALING_CAP_MB = 0.125  # two layers; if a MB has 10^6 bytes, exactly: a full bucket is allowed
+SCALING_CAP_MB = 0.125  # two layers, exactly so if a MB is 10^6 bytes: a full bucket is allowed
 BACKWARD_S = tuple(
     UNIT_S * (QUICK, SLOW)[number // 2 % 2] / 2 for number in reversed(range(LAYERS))
 )
@@ -59,9 +59,9 @@ STEP_S = sum(FORWARD_S) + sum(BACKWARD_S)
 EFFICIENCY = 0.9
 AFTER_BACKWARD = 0.63  # efficiency of reducing after backward on the grading cluster
 
-# The network of `ddp_buckets`: what each layer's weight takes of a bucket in float32, from first to
-# last. Backward begins with a weight that is larger than a bucket. Then come four that
-# fit together, of which only two fit in float64; three of which no two fit; and a large one again.
+# The network of `ddp_buckets`: the share of a bucket that each layer's weight takes in float32,
+# from the first layer to the last. Backward begins with a weight that is larger than a bucket. Then
+# come four that fit together (in float64 only two), three of which no two fit, and a large one.
 SHARES = (1.5, 0.6, 0.6, 0.6, 0.24, 0.24, 0.24, 0.24, 1.5)
 # Layers that are in float64 in a second run. Beside them, in both directions, there are float32
 # gradients that would fit into the same bucket.
@@ -86,8 +86,8 @@ def _draw(draw: Draw, widths: Sequence[int], bias: bool, more: Values) -> list[V
     for number, (fan_in, fan_out) in enumerate(pairwise(widths)):
         weight = rng.normal(0, fan_in**-0.5, (fan_out, fan_in))
         start[f"w{number}"] = weight.astype(np.float32)
-        # Nothing small before the last weight, also where only dtypes that are the same share a
-        # bucket: torch's DDP, say, would put both into one.
+        # No small parameter comes right before the last weight, not even among those of its dtype:
+        # torch's DDP, say, would put both into one bucket.
         if bias and number < start["layers"] - 3:
             start[f"b{number}"] = rng.normal(0, 0.3, fan_out).astype(np.float32)
     inputs = []
@@ -139,12 +139,12 @@ def observe(ddp_class: Any, inputs: Values, context: Context) -> Values:
                 if step == 0 and any(
                     not p.requires_grad and p.grad is not None for p in module.parameters()
                 ):
-                    # It takes frozen parameters for others, as `judge_tied` finds: go on without.
+                    # It reduces frozen parameters, too (`judge_tied` finds that): go on without.
                     module, ddp = wrap(ddp_class, inputs | {"frozen": 0}, context, doubles)
         except Exception:
             if not done:
                 raise
-            break  # a DDP that cannot hold two dtypes apart: `judge_tied` finds that
+            break  # this DDP cannot keep two dtypes apart: `judge_tied` finds that
         done += 1
     return {"done": done}
 
@@ -263,12 +263,11 @@ def _last_steps(case: Case) -> list[_Step] | list[Finding]:
 
 
 def judge_buckets(case: Case) -> Iterator[Finding]:
-    """No bucket is larger than the cap, unless it holds a single parameter, or holds two dtypes.
+    """No bucket holds two dtypes, or is larger than the cap unless it holds a single parameter.
 
-    Every choice is right that keeps this: a MB of 10^6 or of 2^20 bytes, smaller buckets, one
-    parameter for each, a dtype that closes a bucket or begins one beside it, whatever stands in an
-    all-reduce beside the gradients. Where float64 is rounded to float32 to share a bucket, that is
-    `judge_tied`'s matter.
+    Everything else is the student's choice: a MB of 10^6 or of 2^20 bytes, smaller buckets, one
+    parameter for each, whether a new dtype closes a bucket or begins a second one beside it, other
+    values in the same all-reduce. `judge_tied` judges whether float64 is rounded to float32.
     """
     cap = case.inputs[0]["cap_mb"]
     for step in _last_steps(case):
@@ -302,7 +301,7 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
                 break
         numel = sum(c.numel for _, c in step.collectives)
         expected = sum(p.numel() for p in parameters)
-        # After an earlier network's last step, the next one is wrapped.
+        # The span of an earlier network's last step contains the wrapping of the next network.
         if step.step == STEPS * _runs(case) - 1 and numel > 1.5 * expected:
             yield Finding(
                 f"{numel} numbers were all-reduced for {expected} numbers of gradients: is each "

@@ -33,7 +33,7 @@ class _Kind:
         frozen: parameters that need no gradient, but have one.
         missing: (who, parameter without a gradient); "all" means all ranks.
         single: parameters in float32; the others are in float64.
-        near: about which value the gradients are.
+        near: the value around which the gradients are.
     """
 
     said: str

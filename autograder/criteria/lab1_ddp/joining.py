@@ -124,7 +124,7 @@ def _observe_no_address(setup_distributed: Any) -> str:
 
 
 def _observe_cleanup(cleanup: Any) -> bool:
-    """Whether `cleanup` leaves a process group; then it is called where there is none."""
+    """Whether `cleanup` leaves a process group. Without a group it must not raise."""
     place = Place(rank=0, gpus=0)
     with mock.patch.dict(os.environ, place.environment), pretending(cleanup, place.instead()):
         place.joined = 1
@@ -175,7 +175,7 @@ def judge_setup(case: Case) -> Iterator[Finding]:
                 )
                 break
         if "sum" not in answer and isinstance(places, list):
-            continue  # it was not run on these ranks, because of what the places show
+            continue  # a place showed a wrong rank, so there was no real group
         for what, expected in (("rank", rank), ("world_size", case.world_size)):
             if answer.get(what) != expected:
                 yield Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank)
@@ -262,7 +262,7 @@ class _NotesWrapping(nn.Module):
             ]
 
     def to(self, *_: Any, **__: Any) -> Any:
-        """Stays where it is: the model was to move before it was wrapped."""
+        """Does nothing: the model has to move before it is wrapped."""
         return self
 
     cuda = to

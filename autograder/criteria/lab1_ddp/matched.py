@@ -1,4 +1,4 @@
-"""Ranks that began different collectives learn so, each with what all of them called.
+"""If ranks begin different collectives, every rank raises an error that lists the calls of all.
 
 gloo pairs collectives by their order, and a process dies where the sizes of a pair differ. So here
 every rank tells the others, through the group's store, what it is about to call, and goes on only

@@ -41,7 +41,7 @@ def make_model(
     """The charged network of `inputs`, with some layers in float64.
 
     Args:
-        frozen: how many frozen numbers, which nothing depends on, each layer has as well.
+        frozen: how many frozen numbers, on which nothing depends, are added to each layer.
     """
     layers = []
     for number in range(inputs["layers"]):

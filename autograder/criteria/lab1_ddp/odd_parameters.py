@@ -40,7 +40,7 @@ AWKWARD = {
 class Tied(nn.Module):
     """One matrix that is used twice, a frozen layer between, and a float64 factor at the end.
 
-    There are a scalar, and a matrix whose memory is that of its transpose, as well.
+    It also has a scalar, and a matrix that is stored as its transpose.
     """
 
     def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
@@ -79,9 +79,9 @@ def draw_tied(draw: Draw) -> list[Values]:
 
 
 def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of two steps on the same batch, with many buckets, and with one of each dtype.
+    """Gradients of two steps on the same batch with many buckets, then with one for each dtype.
 
-    Last, the gradients of a step in which each rank trains alone.
+    At the end, the gradients of a step in which each rank trains alone.
     """
     answer: Values = {}
     for run, cap in enumerate((SMALL_CAP_MB, 25.0)):

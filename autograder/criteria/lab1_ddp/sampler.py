@@ -58,7 +58,7 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def _iterator(sampler: Any) -> Any:
-    """What `iter` gives, and an error in words where it gives none."""
+    """The iterator of the sampler; a TypeError for students if `__iter__` returns none."""
     found = sampler.__iter__() if hasattr(sampler, "__iter__") else iter(sampler)
     if not hasattr(returned(found, "__iter__"), "__next__"):
         raise TypeError(f"__iter__ returned {described(found)}: expected an iterator, as of iter()")
@@ -99,9 +99,9 @@ def draw_partition(draw: Draw) -> list[Values]:
 def draw_tail(draw: Draw) -> list[Values]:
     """Sizes just above, just below and at a multiple of the ranks, and fewer samples than ranks.
 
-    Each shuffled setting has a twin of the same ranks, seed and epochs whose size divides: it shows
-    whether the ranks draw the same permutation, which `judge_partition` judges. Those that are not
-    shuffled are iterated twice.
+    Each shuffled setting has a twin with the same ranks, seed and epochs, whose size divides: it
+    shows whether the ranks draw the same permutation, which `judge_partition` judges. Settings
+    without shuffling are iterated twice.
     """
     rng = draw.shared()
     settings: list[Values] = []
@@ -130,7 +130,7 @@ def draw_tail(draw: Draw) -> list[Values]:
 def draw_epoch(draw: Draw) -> list[Values]:
     """One size and several epochs under three seeds.
 
-    The first epoch comes twice, and then a third time without another set_epoch. The last settings
+    The first epoch comes twice, and then a third time without a new set_epoch. The last settings
     read the sampler before its first set_epoch, in epoch 0, in epoch 1, and in epoch 0 again.
     """
     rng = draw.shared()
@@ -252,9 +252,9 @@ def judge_partition(case: Case) -> Iterator[Finding]:
 def judge_tail(case: Case) -> Iterator[Finding]:
     """Each tail setting deals out the samples as it should.
 
-    Which rank gets which sample, which ranks have one more with "uneven", which samples "drop"
-    loses (but not in each epoch the same) and which ones "pad" repeats, how often, is up to the
-    student.
+    The student chooses which rank gets which sample, which ranks have one more with "uneven", which
+    samples "drop" loses (but not the same ones in each epoch), and which ones "pad" repeats and how
+    often.
     """
     for number, setting in enumerate(case.inputs[0]["settings"]):
         if setting["shuffle"] and "twin" not in setting:
@@ -324,7 +324,7 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
             orders.setdefault((setting["world_size"], True), []).append(visits[0])
             continue
         has_same_share = np.array_equal(shares[0], shares[1])
-        has_same_order = np.array_equal(visits[0], visits[1])  # which the next lines judge
+        has_same_order = np.array_equal(visits[0], visits[1])  # judged below
         if setting["world_size"] > 1 and has_same_share and not has_same_order:
             yield Finding(
                 f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "

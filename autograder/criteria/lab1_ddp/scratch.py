@@ -37,8 +37,8 @@ def step_once(ddp: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 def place(module: Any, context: Context) -> Any:
     """The module on the rank's device; on a GPU its memory is contiguous.
 
-    NCCL refuses what is not, and gloo does not: nobody loses points on a GPU for what they could
-    not see on a CPU.
+    NCCL refuses tensors that are not contiguous, gloo does not: nobody loses points on a GPU for a
+    mistake that a CPU does not show.
     """
     module.to(context.device)
     if context.device.type != "cpu":
@@ -53,7 +53,7 @@ def place(module: Any, context: Context) -> Any:
 class Normed(nn.Module):
     """A network with a frozen parameter and three buffers: float, integer, and not persistent.
 
-    The memory of the frozen one is that of its transpose, as a convolution's in channels_last.
+    The frozen parameter is stored as its transpose; channels_last is such a case in practice.
     """
 
     def __init__(self, inputs: Values) -> None:
@@ -76,7 +76,7 @@ def draw_wrapping(rng: np.random.Generator) -> Values:
         oracle.draw_parameters(rng, SIZES)
         | oracle.draw_batch(rng, BATCH, SIZES)
         | {
-            # These lose digits if they travel as float32.
+            # `frozen` and `num_batches` lose digits if they travel as float32.
             "frozen": rng.normal(size=(2, 3)),
             "running_mean": rng.normal(size=7).astype(np.float32),
             "num_batches": rng.integers(2**40, 2**41, size=()),
@@ -135,7 +135,7 @@ def judge_weights(case: Case) -> Iterator[Finding]:
 def judge_buffers(case: Case) -> Iterator[Finding]:
     """Buffers equal rank 0's.
 
-    If parameters came as float32, which is `judge_weights`' matter, buffers may, too.
+    If parameters were rounded to float32, which `judge_weights` judges, buffers may be, too.
     """
     for rank, answer in enumerate(case.answers):
         in_floats = same_array(answer.get("frozen"), case.inputs[0]["frozen"].astype(np.float32))
@@ -156,7 +156,7 @@ def judge_buffers(case: Case) -> Iterator[Finding]:
 # --- gradients -----------------------------------------------------------------------------------
 
 STEPS = 3
-EVAL_STEP = 2 * STEPS - 1  # the last one is in eval(): that changes no gradient
+EVAL_STEP = 2 * STEPS - 1  # the last step runs in eval(), which changes no gradient
 
 
 def draw_gradients(draw: Draw) -> list[Values]:
@@ -246,17 +246,17 @@ def judge_steps(
 def shares_of(
     own: Sequence[Sequence[Sequence[np.ndarray]]], got: Sequence[Sequence[Sequence[Any]]]
 ) -> np.ndarray:
-    """What each rank's gradient counts for on each rank: 1/W, or what plain parameters show.
+    """The weight of each rank's gradient on each rank: 1/W, or the weight in plain parameters.
 
-    A DDP that divides by a wrong number loses `ddp_gradients`, and nothing where tied, frozen or
-    unused parameters are judged: there they have to get what parameters get that are none of that.
+    A DDP that divides by a wrong number loses `ddp_gradients`, but nothing where tied, frozen or
+    unused parameters are judged: these only have to get the same weights as plain parameters.
 
     Args:
         own, got: per rank, plain parameter and step, a rank's own gradient and its answer.
 
     Returns:
         [W, W]. 1/W everywhere if most ranks did not get a part of every rank's gradient, or if they
-        got plain sums: whoever never divides misses the lab's idea, and no other test shows it.
+        got plain sums: never dividing misses the lab's idea, and no other test shows that mistake.
     """
     num_ranks = len(own)
     mean = np.full(num_ranks, 1 / num_ranks)

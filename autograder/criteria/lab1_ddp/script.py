@@ -28,7 +28,7 @@ SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
 def draw_script(draw: Draw) -> list[Values]:
     """All data goes to rank 0, which launches the script. The last batch of a rank is smaller.
 
-    The last epoch is not that of the smallest loss: nobody may save an earlier one's parameters.
+    The last epoch's loss is not the smallest, so that saving the best epoch's parameters is wrong.
     """
     rng = draw.shared()
     while True:

@@ -29,8 +29,8 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 TRAIN_SIZES = (4, 6, 1)
 PER_RANK, BATCH_SIZE, LR = 10, 4, 2.0  # an epoch's last batch: 2 samples (even ranks) or 1 (odd)
-# The loss function of the student's loop is this times the mean squared error: a small loss and a
-# large learning rate show a weight decay.
+# The student's loop gets FACTOR times the mean squared error as its loss function: a small loss
+# and a large learning rate make a weight decay visible.
 FACTOR = 0.037
 HOT_FACTOR = 0.0037  # the same with one-hot inputs: losses so small that rounding them shows
 EPOCHS, OUTPUTS = 3, 2
@@ -67,7 +67,7 @@ class InHostMemory(torch.Tensor):
 class DrawnSampler(Sampler[int]):
     """Yields the index list of the epoch that was set, and `before` until one is.
 
-    So it comes out of an earlier training, and epoch 0 has to be set like any other. An epoch
+    `before` stands for an earlier training, so epoch 0 has to be set like any other. An epoch
     number out of range is clamped, so that a wrong number shows in the weights, and not as an error
     in an innocent line of the student's code.
     """
@@ -117,7 +117,7 @@ def draw_train_steps(draw: Draw) -> list[Values]:
 
 
 def draw_train_epochs(draw: Draw) -> list[Values]:
-    """Three epochs with different samples in each, and again in the epoch that is set before."""
+    """Three epochs, and the list `before` the first `set_epoch`, all with different samples."""
     rows = (EPOCHS + 1) * PER_RANK
     width = draw.world_size * rows
     inputs = []
@@ -229,7 +229,7 @@ def _trained(
 
 
 def _explain(case: Case, rank: int, got: list[Any]) -> str:
-    """What the student's loop did, where the same mistake gives the same parameters; else ""."""
+    """The mistake that gives the same parameters as the student's loop; "" if none is known."""
     mistakes = {
         "That is what comes of the mean squared error: was loss_fn used?": {"factor": 1.0},
         "That is what comes without the last, smaller batch.": {"drop_last": True},
@@ -335,8 +335,8 @@ def _factor(case: Case) -> float:
 def judge_train_loss(case: Case) -> Iterator[Finding]:
     """The reported loss is the mean over the samples of all ranks, before the step of each.
 
-    Samples that the loop left out, which `judge_train_steps` finds, need not count. And if it has
-    trained with the plain squared error instead of loss_fn, the losses may be that, too. Ranks may
+    Samples that the loop left out, which `judge_train_steps` finds, need not count. A loop that
+    trained with the plain squared error instead of loss_fn may report that error. Ranks may
     exchange sums in each epoch or once at the end.
     """
     factor = _factor(case)

@@ -48,9 +48,9 @@ def draw_update(draw: Draw) -> list[Values]:
 def draw_scaler(draw: Draw) -> list[Values]:
     """Calls with one scaler; in some, one micro-batch of one rank, or of two, is infinite.
 
-    It is the first, a middle and the last micro-batch, on the first, a middle and the last rank.
-    There the norm is limited, too: a norm that is not finite must not stop the program. The last
-    call has a single micro-batch.
+    The first, a middle and the last micro-batch, and the first, a middle and the last rank, each
+    get a turn. In these calls the norm is limited, too: a norm that is not finite must not stop the
+    program. The last call has a single micro-batch.
     """
     rng, last = draw.shared("unlucky"), draw.world_size - 1
     k = int(rng.integers(3, 5))
@@ -124,9 +124,9 @@ def observe_scaler(amp_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_update(amp_step: Any, inputs: Values, context: Context) -> Values:
-    """Like `observe`; where autocast was on, and the memory of a step of large micro-batches.
+    """Like `observe`, and where autocast was on, and the memory of a step of large micro-batches.
 
-    And for which device autocast was asked for data that are elsewhere.
+    Also for which device autocast was asked when model and data were on `ELSEWHERE`.
     """
     answer = observe(amp_step, inputs, context)
     training, device = _Training(inputs, context), context.device.type
@@ -263,7 +263,7 @@ def _judge_update(
     """A finding unless the weights moved by -lr * factor * mean gradient, within the tolerance.
 
     Args:
-        of: the inputs of the ranks whose mean it is; all of them if empty.
+        of: the inputs of the ranks over which the mean is taken; if empty, of all ranks.
     """
     inputs, answer = case.inputs[rank], case.answers[rank]
     call = inputs["calls"][number]
@@ -298,7 +298,7 @@ def _texts(value: Any) -> list[str]:
 def judge_update(case: Case) -> Iterator[Finding]:
     """One step with the mean gradient of all micro-batches and ranks; forward runs in the dtype.
 
-    What is in the gradients after the step is free.
+    After the step, the gradients may hold anything.
     """
     found = [list(_wrong_calls(case, rank)) for rank in range(case.world_size)]
     for findings in found:
@@ -351,7 +351,7 @@ def _wrong_calls(case: Case, rank: int) -> Iterator[Finding]:
 
 
 def judge_scaler(case: Case) -> Iterator[Finding]:
-    """The scale grows once per step. An overflow on one rank halves it; all ranks skip the step."""
+    """The scale grows once per step. An overflow on any rank reduces it, and all skip the step."""
     for rank, answer in enumerate(case.answers):
         for number, factor in enumerate(SCALE_FACTORS):
             scale, got = told(answer, f"scale/{number}"), told(answer, f"steps/{number}")
@@ -380,8 +380,8 @@ def judge_scaler(case: Case) -> Iterator[Finding]:
 def judge_clip(case: Case) -> Iterator[Finding]:
     """The limit applies to the true gradient, not to the scaled gradient.
 
-    A gradient that was not divided by the number of micro-batches is for `judge_update`, and so is
-    one that was not synchronised where there is a single micro-batch. The scaled gradient may be
+    `judge_update` judges a gradient that was not divided by the number of micro-batches, and one
+    that was not synchronised in a call with a single micro-batch. The scaled gradient may be
     clipped to a scaled limit.
     """
     for rank in range(case.world_size):

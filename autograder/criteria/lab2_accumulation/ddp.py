@@ -50,7 +50,7 @@ def draw_samples(draw: Draw) -> list[Values]:
 
 
 def draw_again(draw: Draw) -> list[Values]:
-    """Like `draw_samples`; at last a call gets the very list of an earlier call once more."""
+    """Like `draw_samples`; the last call gets the very list of an earlier call once more."""
     inputs = draw_samples(draw)
     for values in inputs:
         again = values["ks"].index(3)
@@ -259,7 +259,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def draw_tokens(draw: Draw) -> list[Values]:
     """Padded targets: token counts, at least 1, differ a lot between ranks and micro-batches.
 
-    So do the shapes of micro-batches. In some full ones every target is token 0: it counts, too.
+    Shapes of micro-batches differ, too. In some full ones every target is token 0, which counts.
     """
     inputs = _draw_tokens(draw, SHAPES, DENSE)
     for values in inputs:

@@ -1,8 +1,7 @@
 """Criteria for accumulation over ranks: what travels and when, on the emulated cluster.
 
 Every layer is charged, so the broker knows when each micro-batch went forward and backward. The
-broker also carries everything that travels. Only for memory a judge here relies on what a rank
-reports.
+broker also carries everything that travels. The judges rely on what a rank reports only for memory.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def plan(source: Draw) -> ChargePlan:
 
 
 def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) -> Values:
-    """Several accumulations, and their activations, in those of a micro-batch."""
+    """Accumulates several times; the peak of activations, as a multiple of a micro-batch's."""
     memory = EmulatedMemory(float("inf"))
     for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
         module.zero_grad()
@@ -115,8 +114,8 @@ def observe_ddp(accumulate_ddp: Any, inputs: Values, context: Context) -> Values
 class DecidesInBackward(nn.Module):
     """A data-parallel wrapper that decides only in backward whether to synchronise, as FSDP does.
 
-    If the student's code never calls the wrapper but only its module, it reduces gradients itself,
-    so the wrapper does nothing.
+    If the student's code calls only the module, never the wrapper, the wrapper does nothing: such
+    code reduces gradients itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -195,14 +194,14 @@ class _Call:
         """A finding if this rank did not send the accumulated gradient of some parameter.
 
         Args:
-            waits: it has to have waited for it, too, before the next accumulation.
+            waits: the rank must also have waited for the collective before the next accumulation.
         """
         for number, by in enumerate(self._carriers(case)):
             what = (
                 f"the accumulated {('weight', 'bias')[number % 2]} gradient of layer {number // 2}"
             )
             if not by:
-                # What has travelled before is in what travels at the end.
+                # If gradients travelled too early, the last payload holds means of all ranks.
                 return self.too_many_numbers(case) or Finding(
                     f"{what} did not travel in accumulation {self.call}: the sum over all "
                     "micro-batches has to.",
@@ -216,7 +215,7 @@ class _Call:
         return None
 
     def too_many_numbers(self, case: Case) -> Finding | None:
-        """A finding if gradients travelled more than once. One criterion asks for it by itself."""
+        """A finding if gradients travelled more than once."""
         if self.num_numbers <= MAX_NUMBERS:
             return None
         times, twin = self.num_numbers / (GRADIENT_BYTES / 4), case.inputs[self.rank].get("twin")
@@ -262,8 +261,8 @@ class _Call:
 def _local_gradients(case: Case, rank: int, call: int, reverse: bool = False) -> list[np.ndarray]:
     """This rank's own sum of gradients of a call, in float64, with its secret factors.
 
-    If the rank has kept several graphs alive, so does this model: factors come in the order in
-    which layers ask for them.
+    If the rank kept several graphs alive, this model does so, too: the factors depend on the order
+    in which layers ask for them.
 
     Args:
         reverse: the last micro-batch goes first.
@@ -290,9 +289,9 @@ def _last_calls(case: Case) -> list[_Call] | list[Finding]:
 
 
 def _alive(case: Case, rank: int) -> Finding | None:
-    """A finding if more than two micro-batches were on their way at once.
+    """A finding if more than two micro-batches were between forward and backward at once.
 
-    The next one may go forward before the backward of the one before, but not two of them.
+    One micro-batch may go forward before the backward of the one before it.
     """
     ended = -1
     for event in case.trace.events[rank]:
@@ -316,7 +315,7 @@ def _alive(case: Case, rank: int) -> Finding | None:
 def judge_collectives(case: Case) -> Iterator[Finding]:
     """Per accumulation all gradients travel once, in few collectives; no graphs are kept alive.
 
-    Two micro-batches may be on their way; the loss may travel alone or with the gradients.
+    The loss may travel alone or with the gradients. For graphs that are kept alive, see `_alive`.
     """
     for call in _last_calls(case):
         if isinstance(call, Finding):

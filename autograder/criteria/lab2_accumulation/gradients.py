@@ -69,10 +69,10 @@ def draw_equal(draw: Draw) -> list[Values]:
 def draw_unequal(draw: Draw) -> list[Values]:
     """One group of equal micro-batches, then three groups of micro-batches that differ in size.
 
-    In the last of them a sample is a sequence, longer in some micro-batches: to count numbers
-    instead of samples is wrong. Then a group for whoever touches p.grad by hand: two layers
-    share a bias, and a third layer's is frozen. The group `again` has the model of the
-    group before.
+    In the last of them a sample is a sequence, longer in some micro-batches, to find code that
+    counts numbers instead of samples. Then a group to find mistakes of code that writes p.grad by
+    hand: two layers share a bias, and a third layer's bias is frozen. The group `again` has the
+    model of the group before.
     """
     rng = draw.shared("sequences")
     sequences, (long, short) = (
@@ -251,8 +251,8 @@ def _where(inputs: Values, group: int) -> str:
 def judge_loss(case: Case) -> Iterator[Finding]:
     """The returned loss is the mean over all samples.
 
-    For micro-batches that differ in size, the mean with the gradient's weights is right, too. It
-    may be a float or a tensor of one number.
+    For micro-batches that differ in size, the mean with the gradient's weights is right, too. The
+    loss may be a float or a tensor of one number.
     """
     for rank, answer in enumerate(case.answers):
         if misused := oracle.find_misused_loss(answer, rank):
@@ -319,7 +319,7 @@ def _no_sum(k: int) -> str:
 # --- memory --------------------------------------------------------------------------------------
 
 MEMORY_SAMPLES, MEMORY_K = 64, 8
-PREDICTIONS = 3  # that may be held at once: two, and one that a variable still names
+PREDICTIONS = 3  # may be held at once: two, and one that a variable still refers to
 
 
 def draw_memory(draw: Draw) -> list[Values]:

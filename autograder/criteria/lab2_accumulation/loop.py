@@ -163,7 +163,7 @@ class Batches:
 
     Attributes:
         passes: how often somebody began to go through the batches.
-        held: the most batches that were out and had entered no step when another was asked for.
+        held: the most batches that were handed out, but in no step, when a new one was asked for.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
             (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
             for x, y in batches_of(inputs, number)
         ]
-        # Whoever needs more than is promised loses it in one criterion only.
+        # Only plain runs use `Batches`, so a loop that needs a DataLoader loses one criterion.
         plain = Batches(pairs, lambda t=training, k=run["k"]: k * len(t.gradients))
         batches = plain if run.get("plain") else _loader(pairs)
         returned = train_epoch(

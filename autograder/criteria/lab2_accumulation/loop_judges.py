@@ -1,7 +1,7 @@
 """Judges of the training loop that steps once per k micro-batches.
 
-From the gradients that `loop` has noted they make a table: which batch entered which step with
-which weight. Each criterion judges one aspect of it.
+From the gradients that `loop` has noted, `_steps` finds which batch entered which step with which
+weight. Each criterion judges one aspect of these steps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _judge(case: Case, judge_run: Any) -> Iterator[Finding]:
     """The first finding of each rank: `judge_run(rank, number, run, steps)` returns a message."""
     for rank in range(case.world_size):
         for number, run in enumerate(case.inputs[rank]["runs"]):
-            # What an epoch before has left is not judged here.
+            # Gradients that an earlier epoch has left are not judged here.
             extra = basis_of(case.inputs[rank], number - 1) if run.get("goes_on") else ()
             steps = _steps(case, rank, number, extra)
             if isinstance(steps, str):
@@ -133,7 +133,7 @@ def _too_much_data(case: Case, rank: int) -> Finding | None:
                 "loader loads and shuffles anew each time.",
                 rank,
             )
-        if held > 2 * k + 1:  # the batch beyond tells whether anything comes after a group
+        if held > 2 * k + 1:  # one batch beyond a group shows whether the group is the last one
             return Finding(
                 f"{head}{held} of them had been taken from `batches` and had entered no step yet. "
                 "They come one by one, and an epoch does not fit into memory: train on each group "
@@ -160,7 +160,7 @@ def judge_tail(case: Case) -> Iterator[Finding]:
         tail = list(range(n // k * k, n))
         last = steps[-1] if steps else None
         whole = len(tail)
-        uneven = _uneven(steps[:-1])  # no later group's size reaches the first group
+        uneven = _uneven(steps[:-1])  # 0 is not judged: a later group's size cannot change step 0
         if uneven and n > k and _varies(case, rank, uneven):
             weights = show(steps[uneven].weights[steps[uneven].new])
             return (
@@ -193,9 +193,9 @@ def _uneven(steps: Sequence[_Step]) -> int | None:
 
 
 def _varies(case: Case, rank: int, number: int) -> bool:
-    """Whether a step's batches have other shares before a tail of 1 than before one of k - 1.
+    """Whether a step's batches have different shares before a tail of 1 and before one of k - 1.
 
-    If not, something else makes them uneven, which `judge_steps` finds.
+    If not, the tail is not the reason that they are uneven, and `judge_steps` finds the mistake.
     """
     shares = []
     for run in (0, 1):
@@ -214,7 +214,7 @@ def _with_batches(steps: list[_Step]) -> list[_Step]:
 
 
 def _keeps_last(case: Case, rank: int) -> bool:
-    """Whether only the last batch of a whole group is left in a step, which `judge_steps` finds."""
+    """Whether a whole group's step holds only its last batch, which `judge_steps` finds."""
     k, steps = case.inputs[rank]["runs"][0]["k"], _steps(case, rank, 0)
     if isinstance(steps, str) or len(steps) < 2:
         return False
@@ -224,7 +224,7 @@ def _keeps_last(case: Case, rank: int) -> bool:
 def judge_zero_grad(case: Case) -> Iterator[Finding]:
     """No step contains gradients from before the epoch or from an earlier step.
 
-    They may be cleared before or after each step, to zeros or to None, and be left at the end.
+    Gradients may be cleared before or after each step, to zeros or to None; the last may stay.
     """
     for rank in range(case.world_size):
         inputs = case.inputs[rank]

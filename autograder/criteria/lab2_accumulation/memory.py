@@ -11,7 +11,7 @@ import torch
 from autograder.criteria.criterion import Finding
 
 MEMORY_LIMIT = 2.5  # in micro-batches
-LARGEST = 1.5  # the same for a single tensor: micro-batches are not put together
+LARGEST = 1.5  # likewise, for a single tensor: micro-batches must not be concatenated
 
 
 class EmulatedMemory:
@@ -19,7 +19,7 @@ class EmulatedMemory:
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes, self.live_bytes, self.peak_bytes = limit_bytes, 0, 0
-        self.kept_bytes = 0  # in all, freed ones too
+        self.kept_bytes = 0  # in total, including those that were freed
         self.largest = 0  # how many numbers the largest tensor has
 
     @contextlib.contextmanager
@@ -57,10 +57,10 @@ class _Kept:
 
 
 def peak_of(work: Callable[[], object], one: Callable[[], object]) -> list[float]:
-    """The activations of `work`, in those of `one` micro-batch.
+    """The activations of `work`, as multiples of those of `one` micro-batch.
 
     Returns:
-        the most that are in memory at once, and the largest tensor among them.
+        the peak in memory, and the largest tensor.
     """
     memories = []
     for run in (one, work):
@@ -72,7 +72,7 @@ def peak_of(work: Callable[[], object], one: Callable[[], object]) -> list[float
 
 
 def compared(one: EmulatedMemory, work: EmulatedMemory) -> list[float]:
-    """Peak and largest tensor of `work`, in those of `one`."""
+    """Peak and largest tensor of `work`, as multiples of those of `one`."""
     return [work.peak_bytes / max(1, one.peak_bytes), work.largest / max(1, one.largest)]
 
 

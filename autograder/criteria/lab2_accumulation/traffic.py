@@ -29,8 +29,8 @@ from autograder.criteria.lab2_accumulation.ddp import (
 from minidist.emulate.trace import Event
 
 MICRO_BATCHES, CALLS = 6, 3
-# In sizes of all gradients. The most is counted in numbers, because float64 on the wire is allowed,
-# and a loss beside the gradients. In a ring of messages a number travels nearly twice.
+# Multiples of the size of all gradients. MOST is counted in numbers, because float64 on the wire is
+# allowed; so is a loss beside the gradients. In a ring of messages a number travels nearly twice.
 MOST, MOST_IN_MESSAGES = 1.5, 2.5
 LEAST = 0.9
 # Allowed relative remainder of what travels after a fit by a sum of gradients. Rounding to bfloat16
@@ -95,7 +95,7 @@ def _contributed(events: Iterable[Event]) -> float:
 
 
 def _numbers(events: Iterable[Event]) -> float:
-    """How many floats that were."""
+    """The number of the floats that `_contributed` counts in bytes."""
     return sum(nbytes / getattr(torch, dtype).itemsize for nbytes, dtype in _contributions(events))
 
 

@@ -2,8 +2,8 @@
 
 Each block of a small model writes down its forward and backward passes, and the memory that its
 inner activation takes. A submission may use `torch.utils.checkpoint` around `forward`, torch's
-wrapper, hooks for saved tensors, or its own autograd function; a unit may also be computed again
-while the one before it is still at work in backward.
+wrapper, hooks for saved tensors, or its own autograd function. It may also compute a unit again
+while the unit that goes backward right before it is still at work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RTOL, ATOL = 1e-8, 1e-10
 
 
 class _Noted(nn.Linear):
-    """A layer that tells each time when it computes."""
+    """A layer that calls `tell` whenever it computes."""
 
     def __init__(self, inputs: int, outputs: int, tell: Callable[[], object]) -> None:
         super().__init__(inputs, outputs)
@@ -120,7 +120,7 @@ def _steps(model: Any, plain: Any, batches: list[torch.Tensor], diary: _Diary) -
 
 
 def draw(source: Draw) -> list[Values]:
-    """Data of their own for all ranks; the block that is in no unit is never the first."""
+    """A seed of its own for each rank; the block that is in no unit is never the first."""
     left_over = int(source.shared().integers(1, BLOCKS))
     seeds = [source.private(rank).integers(1 << 31) for rank in range(source.world_size)]
     return [{"seed": int(seed), "left_over": left_over} for seed in seeds]

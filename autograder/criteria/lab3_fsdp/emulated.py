@@ -3,10 +3,10 @@
 Each unit is a charged layer, so the broker knows when each unit computes. The broker also carries
 everything that travels. The values in an all-gather show which unit it brings. The referee computes
 the gradients with the factors that the broker handed out, and compares them to what a
-reduce-scatter carries. All parameters change between two steps, so each step has to gather what is
-in the shards now. Every step is looked at: its layers in their order, and each unit's all-gather
-waited for before the unit computes. Ranks report only what `fully_shard` does on them: the bytes
-and dtypes of the parameters that it leaves, and whether its options reach every unit.
+reduce-scatter carries. All parameters change between two steps, so each step has to gather the
+current values of the shards. In every step, layers have to run in order, and each unit's all-gather
+has to be waited for before the unit computes. Ranks report only what `fully_shard` does on them:
+the bytes and dtypes of the parameters that it leaves, and whether its options reach every unit.
 
 A submission may choose how gradients reach their ranks (a reduce-scatter, or an all-to-all and a
 sum), how it cuts and pads a unit, and when it waits for a reduce-scatter, as long as it waits.
@@ -89,8 +89,8 @@ def _steps(
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Forward and backward passes with the student's class; its shards change between them.
 
-    Whole gradients that stay are let go here: that they stay is judged elsewhere, and so is a class
-    that fails where no graph is recorded.
+    Whole gradients are deleted, and errors under no_grad() suppressed: different criteria judge
+    both.
     """
     model = charged_mlp(inputs, context.broker, torch.float32)
     fsdp = fsdp_class(model, list(model))
@@ -108,7 +108,7 @@ def observe_native(shard_model: Any, inputs: Values, context: Context) -> Values
 
 
 def _sharded_alone(shard_model: Any) -> list[str]:
-    """The modules that were sharded on their own: units inside a container, nothing left over."""
+    """The modules that were sharded on their own, of a model with two units inside a container."""
     from torch.distributed.fsdp import FSDPModule
 
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
@@ -134,12 +134,12 @@ def _observe_native(
 
     mesh = parts.make_mesh("cpu")
     model = charged_mlp(inputs, context.broker, torch.float32)
-    for linear in parts.linears(model):  # one that is not sharded fits behind one in bf16
+    for linear in parts.linears(model):  # a layer that is not sharded has to accept bf16 inputs
         linear.register_forward_pre_hook(lambda it, args: args[0].to(it.weight.dtype))
     units = [layer for i, layer in enumerate(model) if i != inputs["left_over"]]
     sharded = shard_model(model, units, mesh, **options)
     if options and sharded is None:
-        sharded = model  # the return is judged without options
+        sharded = model  # `observe_native` judges the return value
     if not isinstance(sharded, nn.Module):
         raise TypeError(f"shard_model: expected the model, got {type(sharded).__name__}")
     params = list(sharded.parameters())
@@ -323,7 +323,7 @@ def judge_precision(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         dtypes, asked = answer.get("dtypes"), answer.get("asked")
-        # Whether all is sharded that should be is judged elsewhere.
+        # A different criterion judges whether all parameters are sharded.
         if not isinstance(asked, int) or asked < max(UNIT_NUMEL, answer.get("sharded", 0)):
             findings.append(
                 Finding(

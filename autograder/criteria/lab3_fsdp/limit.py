@@ -35,11 +35,11 @@ TRANSIENT = 0.75
 WHOLE = 1.2
 # Our own loop runs the class, to judge its memory. The student's function has its own loop and
 # runs more steps, so that old gradients and other mistakes of an update show in the later losses.
-STEPS = {False: 2, True: BATCHES}  # with AdamW?
+STEPS = {False: 2, True: BATCHES}  # key: whether AdamW updates the weights
 LR = 3e-3
 FACTOR = 0.98  # by which our own loop changes every shard, whatever its gradient is
-# By which `draw_uneven` multiplies the batch of each step: whoever limits the norm of gradients
-# trains differently.
+# `draw_uneven` multiplies the batch of each step by its factor, so that gradient clipping changes
+# the losses.
 SPREAD = (1.0, 0.3, 0.8, 0.4)
 # In float32, losses are off by at most 1e-4. Without AdamW's weight decay they are off by 7e-4
 # after one step, because the gains of all blocks multiply.
@@ -51,8 +51,8 @@ def allowance_bytes(world_size: int, copies: int) -> int:
     return int(max(copies / world_size + TRANSIENT, WHOLE) * PARAMETER_BYTES)
 
 
-# Tensors as large as the parameters that are kept. The class keeps parameters and gradients; the
-# function also keeps AdamW's two states.
+# How many tensors as large as all parameters are kept. The class keeps parameters and gradients;
+# the function also keeps AdamW's two states.
 _CLASS_COPIES, _FUNCTION_COPIES = 2, 4
 
 
@@ -88,8 +88,8 @@ def _batches(inputs: Values, with_adamw: bool) -> list[tuple[torch.Tensor, torch
 def _train_with_class(fsdp_class: Any, inputs: Values) -> list[float]:
     """Two steps, after each of which every shard is multiplied by `FACTOR`.
 
-    So gradients exist while the second forward runs. Whether there are any, and whether they are
-    right, is not judged here.
+    Gradients are not cleared, so they exist while the second forward runs. Different criteria judge
+    whether they are right.
     """
     import torch.distributed as dist
 
@@ -191,7 +191,7 @@ def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
 
 
 def _used_up(result: Values, budget: str, hint: str) -> str:
-    """What a process died of that said so, or that a signal has ended."""
+    """The message for a process that reported a lack of memory, or that a signal has ended."""
     if says_no_memory(result):
         return f"out of memory: the budget is {budget}, and it was used up{_place(result)}. {hint}"
     return (
@@ -218,7 +218,7 @@ def _wrong_losses(
         return Finding(f"{len(got)} losses, expected one for each of {len(expected)} steps.", rank)
     why = "Loss per step, mean over ranks, before the update."
     if copies == _CLASS_COPIES:
-        # That a gather brings the values of now is judged elsewhere.
+        # A different criterion judges whether a gather brings the current values.
         same = [_first_loss(case, range(case.world_size), step) for step in range(len(expected))]
         if got is not None and np.allclose(got, same, rtol=RTOL, atol=0.0):
             return None

@@ -70,7 +70,7 @@ def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Va
     return {"told": told, "unknown": [_of_unknown(bytes_per_rank, *row) for row in UNKNOWN]}
 
 
-# (ranks, no strategy): the smallest and an ordinary number of ranks, and names that are nearly one.
+# (number of ranks, name of no strategy); most of the names are close to that of a strategy.
 UNKNOWN = ((4, "zero4"), (1, "zero4"), (4, "zero0"), (4, "DDP"), (4, "zero"), (4, "fsdp"))
 
 
@@ -180,7 +180,7 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
             optimizer.step()
         if name == "late":
             model[0].requires_grad_(False)
-        if name == "momentum":  # an optimizer may keep more than tensors, and whole numbers
+        if name == "momentum":  # its state may hold more than tensors, and tensors of integers
             optimizer.state[params[0]] |= {"count": 1, "last": None, "seen": torch.tensor([7])}
         # One parameter is given twice, as with tied weights.
         yield name, [*params, params[0]] if name == "whole" else params, optimizer

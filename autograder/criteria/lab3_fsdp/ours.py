@@ -1,6 +1,6 @@
-"""Ours, for what a student has written in an earlier task and calls in a later one.
+"""Our versions of what a student writes in an earlier task and calls in a later one.
 
-A later task is judged with these if the student's own are wrong, which costs points once.
+A later task is judged with them if the student's own are wrong: one mistake costs points once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FSDP(nn.Module):
         return list(self.model.parameters())
 
     def forward(self, *args: Any) -> Any:
-        """The model's."""
+        """The model's output."""
         return self.model(*args)
 
 
@@ -78,5 +78,5 @@ def _gathered(value: Any) -> Any:
 def bytes_per_rank(
     num_params: int, world_size: int, strategy: str, mixed: bool = False
 ) -> tuple[int, ...]:
-    """Of weights, gradients and optimizer states."""
+    """Bytes of weights, gradients and optimizer states."""
     return tuple(state_bytes(num_params, world_size, strategy, mixed))

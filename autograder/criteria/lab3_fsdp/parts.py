@@ -84,7 +84,7 @@ def local_parameters(fsdp: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def naming_faults() -> Iterator[None]:
-    """Says what it means if torch finds no memory behind a parameter; the student's line stays."""
+    """Explains torch's error about a parameter without memory; the student's line stays."""
     try:
         yield
     except RuntimeError as error:
@@ -97,7 +97,7 @@ def naming_faults() -> Iterator[None]:
 
 
 def forget_whole_gradients(model: nn.Module, fsdp: Any) -> None:
-    """Lets go of gradients that are no shard's: `fsdp_shards` judges whether any stay."""
+    """Deletes the gradients that are no shard's; `fsdp_shards` judges whether any stay."""
     shards = {id(p) for p in local_parameters(fsdp)}
     for p in model.parameters():
         if id(p) not in shards:

@@ -72,7 +72,7 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
 def judge_throughput(case: Case) -> Iterator[Finding]:
     """All ranks' samples / the slowest rank's seconds; throughput / (N x one rank's throughput).
 
-    Collectives before the first look at the clock and after the last one are free.
+    Collectives before the first look at the clock and after the last one are allowed.
     """
     for rank, answer in enumerate(case.answers):
         problem = _throughput_problem(case, rank, answer) or _efficiency_problem(case, answer)
@@ -140,8 +140,8 @@ def _efficiency_problem(case: Case, answer: Values) -> str:
 def draw_choice(draw: Draw) -> list[Values]:
     """For each strategy, a budget that is exactly enough, and one that is a byte too small.
 
-    No number of ranks divides the number of parameters, and no number has 4 bytes, the default,
-    but in the call without that argument.
+    Several ranks never divide the number of parameters. A number has 4 bytes, the default, only in
+    the call without that argument.
     """
     rng = draw.shared()
 
@@ -160,7 +160,8 @@ def draw_choice(draw: Draw) -> list[Values]:
     ]
     traffic.append([*sizes(), "zero3", None])
     traffic.append([int(rng.integers(10**5, 10**7)), 1, "zero3", 2])  # one rank sends nothing
-    traffic.append([7 * int(rng.integers(3, 9)) + int(rng.integers(1, 7)), 7, "ddp", 2])  # x.yz
+    # The right result of this row is no whole number.
+    traffic.append([7 * int(rng.integers(3, 9)) + int(rng.integers(1, 7)), 7, "ddp", 2])
     values = {
         "rows": [rows[i] for i in rng.permutation(len(rows))],
         "traffic": [traffic[i] for i in rng.permutation(len(traffic))],

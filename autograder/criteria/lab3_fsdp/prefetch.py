@@ -53,12 +53,12 @@ def judge_prefetch_backward(case: Case) -> Iterator[Finding]:
 
 def _judge_prefetch(case: Case, direction: str, hint: str) -> Iterator[Finding]:
     steps = list(every_step(case))
-    # That a gather brings the values of now is judged elsewhere.
+    # A different criterion judges whether a gather brings the current values.
     findings = [s if isinstance(s, Finding) else s.not_gathered(old=True) for s in steps]
     yield from filter(None, findings)
     if any(findings):
         return
-    # The last step is looked at: in the first one, a class may still learn the order of its units.
+    # Only the last step counts: in the first one, a class may still learn the order of its units.
     last = [step for step in steps if isinstance(step, Step) and step.number == STEPS - 1]
     for step in last:
         if why := step.started_late(direction):

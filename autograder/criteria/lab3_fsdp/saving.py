@@ -31,9 +31,9 @@ BATCH, LR = 4, 0.02
 EPS = 1e-3
 BEFORE, AFTER = 3, 2
 DECAYS = 0.3  # weight decay
-# After each step, by which every group's option is multiplied: a fresh optimizer has other ones.
+# After each step, every group's options are multiplied by these: a fresh optimizer's then differ.
 SCHEDULE = {"lr": 0.8, "weight_decay": 0.9}
-FIRST_BETA = 0.9  # as a factor, too
+FIRST_BETA = 0.9  # likewise, for the first beta
 
 
 # --- policies ------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
     mesh = parts.make_mesh(device.type)
     model = oracle.mlp(values).to(device)
     model.register_buffer("seen", torch.full((3,), values["p0"][0, 0].item(), device=device))
-    # One that state_dict() leaves out, as masks and tables are.
+    # A buffer that state_dict() leaves out, as masks and tables often are.
     model.register_buffer("table", torch.full((2,), 7.0, device=device), persistent=False)
-    model[0].bias.requires_grad_(False)  # as of a pretrained layer: it is in the checkpoint as well
+    model[0].bias.requires_grad_(False)  # as if pretrained: the checkpoint has to hold it as well
     for module in [*parts.linears(model), model]:
         fully_shard(module, mesh=mesh)
     return model, _optimizer(model)
@@ -201,7 +201,7 @@ def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Valu
 
 
 def _beside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """What saving must leave as it is, beside the values: by name, for a message."""
+    """What saving must not change, beside the values; the keys are text for a message."""
     grads = [None if p.grad is None else parts.array_of(p.grad) for p in model.parameters()]
     return {
         "the gradients": [None if g is None else g.tolist() for g in grads],
@@ -261,8 +261,8 @@ def _numbers_of(item: Any) -> torch.Tensor:
 def judge_save(case: Case) -> list[Finding]:
     """One file, written by rank 0, with the whole parameters under their names.
 
-    How "optimizer" looks is free: tensors, lists of floats, or bytes of torch.save, of whole values
-    or of each rank's own. The file may be renamed to its name.
+    "optimizer" may hold tensors, lists of floats, or bytes of torch.save, of whole values or of
+    each rank's own. The file may be renamed to its name.
     """
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):

@@ -1,7 +1,7 @@
 """Criteria for FSDP from scratch: outputs and gradients.
 
-They run on the emulated cluster: there, what has not been waited for has not arrived, and if ranks
-begin different collectives, an error says at once which.
+They run on the emulated cluster: there, a result arrives only when it is waited for, and if ranks
+begin different collectives, an error names them at once.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
     """Logits of the transformer before and after changes of its shards, in eval mode.
 
     The first passes are under no_grad; the others build graphs that nobody goes backward through. A
-    unit that stays whole shows in the next pass: it does not have the values of then.
+    unit that stays whole shows in the next pass, because the values of its shards have changed.
     """
     gpt = _gpt(inputs).to(context.device)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
@@ -126,7 +126,7 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
 def judge_forward(case: Case) -> Iterator[Finding]:
     """The logits equal those of the whole model with the current values of the shards.
 
-    A class may keep all units until their backward: that costs memory, which is judged elsewhere.
+    A class may keep all units until their backward: different criteria judge its memory.
     """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if told(answer, "trains"):
@@ -174,7 +174,7 @@ def judge_forward(case: Case) -> Iterator[Finding]:
 
 
 def _logits(inputs: Values, call: int, changes: int, *, documents: bool = True) -> np.ndarray:
-    """The whole model's output for the tokens of a call, after so many changes of the shards."""
+    """The whole model's output for the tokens of a call, after `changes` changes of the shards."""
     now = {k: v * inputs["factor"] ** changes for k, v in inputs.items() if k[0] == "p"}
     tokens = torch.from_numpy(inputs[f"t{call % 2}"])[:, :-1]
     with torch.no_grad():
@@ -198,7 +198,7 @@ def _record(shards: Sequence[torch.Tensor]) -> Values:
 def observe_gradients(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """One backward pass of the transformer.
 
-    Nothing of the student's is called after it: when backward() returns, all has to be there.
+    No code of the student's runs after it: when backward() returns, all gradients must be there.
     """
     gpt = _gpt(inputs).to(context.device)
     for name in list(gpt._modules)[::-1]:  # the units are not in the order of the modules
@@ -251,7 +251,7 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
     zero_grad() comes right before the first backward, as in many training loops. The last pass is
     in eval mode, which changes nothing here.
 
-    Whole gradients that stay are let go here: `fsdp_shards` judges that they stay.
+    Whole gradients are deleted here: `fsdp_shards` judges whether they stay.
     """
     model = oracle.mlp(inputs).to(context.device)
     fsdp = fsdp_class(model, parts.linears(model))

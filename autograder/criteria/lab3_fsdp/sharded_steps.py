@@ -1,7 +1,7 @@
 """What the broker saw of a sharded training: each step's computes, all-gathers and reductions.
 
 The values in an all-gather show which unit it brings. All parameters change between two steps, so
-each step has to gather what is in the shards now.
+each step has to gather the current values of the shards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def _first(number: int) -> int:
-    """Which of a rank's computes is the first of a step; later ones are passes without backward."""
+    """The index of a step's first compute; steps from `STEPS` on are passes without backward."""
     return LAYERS * (2 * min(number, STEPS) + max(number - STEPS, 0))
 
 
@@ -66,9 +66,9 @@ class Step:
         ]
 
     def _gathers_of(self, unit: int, old: bool = False) -> list[tuple[int, int]]:
-        """(issued, waited for) of each all-gather that brings `unit`; never waited for: a billion.
+        """(issued, waited for) of each all-gather that brings `unit`, as places in the events.
 
-        These are places in the rank's events.
+        One that is never waited for has a billion as its second place.
         """
         return [
             (i, self.waited.get(c.key, 10**9))
@@ -82,7 +82,7 @@ class Step:
         """A finding if some unit was not gathered, and waited for, before its forward.
 
         Args:
-            old: it may have had the values of an earlier step.
+            old: the all-gather may also have brought the values of an earlier step.
         """
         for unit in range(LAYERS):
             found = [g for g in self._gathers_of(unit, old) if g[0] < self.forward[unit]]
@@ -129,7 +129,7 @@ class Step:
     def too_far_ahead(self) -> Finding | None:
         """A finding if more than `MAX_WHOLE` units are whole, or on their way, at a time.
 
-        That all of them are is judged where memory is short.
+        The criterion with a memory limit judges whether all of them are.
         """
         for direction, places in (("forward", self.forward), ("backward", self.backward[::-1])):
             order = list(range(LAYERS))[:: 1 if direction == "forward" else -1]
@@ -187,7 +187,7 @@ class _Rank:
 def _wrong_order(events: Sequence[Event], rank: int, evaluations: int) -> Finding | None:
     """A finding unless each step went forward through all layers, and then backward.
 
-    After the steps may come so many passes that only go forward; the last one may end early.
+    Up to `evaluations` passes that only go forward may follow; the last one may end early.
     """
     computes = [(e.direction, e.layer) for e in events if e.kind == "compute"]
     step = [("forward", i) for i in range(LAYERS)]

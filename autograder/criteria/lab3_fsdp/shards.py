@@ -51,8 +51,7 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
 def judge_shards(case: Case) -> Iterator[Finding]:
     """Every value is on one rank; each rank holds 1/N of parameters, gradients and state.
 
-    How a unit is cut, to what length it is filled up, and how many parameters hold a rank's shards
-    is free.
+    The student chooses how a unit is cut and padded, and how many parameters hold a rank's shards.
     """
     yield from _wrong_values(case)
     for rank, answer in enumerate(case.answers):
@@ -65,7 +64,7 @@ def judge_shards(case: Case) -> Iterator[Finding]:
 
 
 def _wrong_values(case: Case) -> Iterator[Finding]:
-    """Findings unless each value of the model is in one shard, and nothing else but zeros is."""
+    """Findings unless each value of the model is in one shard, and all the rest is zeros."""
     model = oracle.parameters_of(case.inputs[0])
     values, order = parts.lookup([], model)
     held = np.zeros(len(values), dtype=int)
@@ -101,8 +100,8 @@ def _wrong_values(case: Case) -> Iterator[Finding]:
 def _too_much(case: Case) -> Iterator[Finding]:
     """A finding for each kind of memory of which a rank holds more than its share.
 
-    That one unit stays whole is no reason here: `fsdp_limit` and `fsdp_units` tell it, and without
-    this criterion nobody passes the lab.
+    One unit may stay whole: `fsdp_limit` and `fsdp_units` judge that, and nobody passes the lab
+    without this criterion.
     """
     model = oracle.parameters_of(case.inputs[0])
     share = parts.shard_bound([v.shape for v in model], case.world_size)

@@ -25,7 +25,7 @@ _SAVE = "Task 6, save and load"
 _SPEED = "Task 7, throughput and scaling"
 _CHOICE = "Task 8, which strategy?"
 
-# What a student wrote in an earlier task may be called in a later one: which criteria judge it.
+# The functions of earlier tasks that a later task may call, and the criteria that judge them.
 _task3 = ("fsdp_shards", "fsdp_forward", "fsdp_gradients", "fsdp_accumulate", "fsdp_limit")
 _after_sharding: dict[str, Any] = {
     "stand_ins": ("FSDP", "shard_model", "policies"),

@@ -168,7 +168,7 @@ class _Asks(nn.Module):
 def _autocast_elsewhere(train_amp: Any) -> list[bool]:
     """Whether autocast was on for x's device type, in each forward.
 
-    A loop that stumbles over such a tensor is not judged by this.
+    A loop that fails on such a tensor is not judged by this.
     """
     model = _Asks()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -227,7 +227,7 @@ def judge(case: Case) -> Iterator[Finding]:
             got = (change[:FEATURES], change[FEATURES:])
             right = _gradients(inputs, name, right_places(name))
             findings = _compare(rank, name, got, right)
-            # A sum for a mean, or a mean taken twice, loses `amp_loop_fp16`.
+            # A sum instead of a mean, or a mean divided once more, costs `amp_loop_fp16` only.
             for factor in (case.world_size, 1 / case.world_size):
                 if not _compare(rank, name, got, (factor * right[0], factor * right[1])):
                     findings = []

@@ -26,7 +26,7 @@ def judge_clip(case: Case) -> Iterator[Finding]:
         plain, pair = (expected_steps.base_of(case, name, rank) for name in ("plain", "pair"))
         found = _clip_finding(case, "one", rank, plain or Base())
         found = found or _clip_finding(case, "zero", rank, plain or Base())
-        # Several batches a step are judged here only if a step works that does not clip.
+        # Steps of several batches are judged here only if they work without clipping.
         if found is None and pair is not None:
             if raised := told(answer, "two/raised"):
                 found = Finding(
@@ -111,7 +111,7 @@ def judge_skips(case: Case) -> Iterator[Finding]:
     """A step that overflows on one rank changes neither parameters nor learning rate."""
     for rank, answer in enumerate(case.answers):
         found = _skip_finding(case, "main", rank) or _history_finding(case, rank)
-        # Several batches a step are judged here only if a step works that does not overflow.
+        # Steps of several batches are judged here only if they work without an overflow.
         if found is None and expected_steps.base_of(case, "pair", rank) is not None:
             if raised := told(answer, "two/raised"):
                 found = Finding(f"accumulate=2, with an overflow: raised {raised}.", rank)
@@ -123,7 +123,7 @@ def judge_skips(case: Case) -> Iterator[Finding]:
 
 
 def _other_finding(case: Case, rank: int) -> Finding | None:
-    """A step that overflows in bf16, and one with a max_norm; gradients from before the call.
+    """A finding about an overflow in bf16 or with a max_norm, or gradients from before the call.
 
     What raises also without an overflow is charged by a different criterion.
     """

@@ -21,8 +21,8 @@ SAME_FACTOR = 1e-3
 class Step:
     """One step of a loop.
 
-    `update` is what it took from the parameters, divided by the learning rate that was handed out;
-    where a scheduler changes this, by the optimizer's.
+    `update` is what the step took from the parameters, divided by the learning rate that was handed
+    out, or by the optimizer's own one if a scheduler changes it.
     """
 
     batches: list[int]
@@ -50,7 +50,7 @@ def _is_table(values: Any, rows: int, columns: int) -> TypeGuard[np.ndarray]:
 
 
 def steps_of(answer: Values, run: str, size: int, given_lr: float | None) -> list[Step] | None:
-    """The steps that a rank recorded; None if that is not what came back."""
+    """The steps that a rank recorded; None if the answer is malformed."""
     told_steps = told(answer, f"{run}/steps")
     before, after = answer.get(f"{run}/before"), answer.get(f"{run}/after")
     if not isinstance(told_steps, list) or not all(isinstance(s, dict) for s in told_steps):
@@ -114,7 +114,7 @@ def gradient(
 
 
 def expected_update(case: Case, run: str, step: Step, base: Base, rank: int) -> np.ndarray:
-    """What a step takes from the parameters, per lr, if it differs from a right one as `base`."""
+    """What a step takes from the parameters, per lr, if plain steps go wrong as `base` says."""
     own = rank if base.local else None
     return base.factor * gradient(case, run, step.batches, step.before, own)
 

@@ -27,7 +27,7 @@ EDGES = (1e-4, 2e-5, 1e-7, 6e-8, 3.1e-8, 2.9e-8, 1e-9)
 def draw_share(draw: Draw) -> list[Values]:
     """Numbers over many orders of magnitude, some of them 0, in several formats and scales.
 
-    Among them are the last one that is lost, and the next float32 above it.
+    Among them are the largest number that is lost, and the next float32 above it.
     """
     rng = draw.shared("settings")
     settings = [
@@ -138,9 +138,9 @@ def draw_safe(draw: Draw) -> list[Values]:
 
     The entry is just below, at, and just above what the next power of two allows, "just" being the
     next float32; on the first, middle and last rank and in each tensor; positive and negative; once
-    beyond fp16 itself; and once so small that the scale is no float32. The first tensor's memory is
-    that of its transpose. In each case some ranks have a tensor more than others, and in all cases
-    together two or three ranks have equally many: code that reduces each one does not hang.
+    beyond fp16 itself; and once so small that the scale is no float32. The first tensor is stored
+    as its transpose. In each case some ranks have a tensor more than others. Over all cases, two or
+    three ranks have equally many, so that code that reduces each tensor fails but does not hang.
     """
     rng, world_size = draw.shared("settings"), draw.world_size
     ranks = [0, world_size // 2, world_size - 1]
@@ -245,7 +245,7 @@ def _power(name: str, largest: float) -> float:
 # --- choose_precision ----------------------------------------------------------------------------
 
 HALF_OF_FP16 = 32_752.0
-JUST = 2.0**-9  # the next float32 above that is so much larger: nothing may cut it off
+JUST = 2.0**-9  # from HALF_OF_FP16 to the next float32: code must not round this away
 BF16, FP16, NEITHER = ["bfloat16", False], ["float16", True], ["None", False]
 # kind -> the choice, the facts of most ranks, and those of the odd ranks: (bf16, fp16, largest).
 CHOICES: dict[str, tuple[list[Any], tuple[bool, bool, Any], tuple[bool, bool, Any]]] = {

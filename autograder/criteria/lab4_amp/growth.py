@@ -29,7 +29,7 @@ def draw_grows(draw: Draw) -> list[Values]:
     """Good steps and overflows (on all ranks); some overflows come just before the scale grows.
 
     Two runs: the scale falls far below 1 in one, and grows far beyond 2**30 in the other. No
-    setting is torch's default, and no factor of the one run is that of the other.
+    setting is torch's default, and the two runs have no factor in common.
     """
     rng = draw.shared("steps")
     good, bad = [False], [True]
@@ -180,7 +180,7 @@ def draw_state(draw: Draw) -> list[Values]:
     }
     return [
         {"settings": settings, "before": before, "after": after}
-        # More good steps than any that is saved, and too few to let the scale grow.
+        # "own steps" are more good steps than the saved count, and too few to let the scale grow.
         | {"other": interval + 3, "own steps": [False] * (interval + 1)}
         | draw_start(draw.private(rank))
         | {f"g/{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"gradients {rank}")))}
@@ -192,7 +192,7 @@ PLAIN = {"float", "int", "bool", "NoneType"}  # None is for what no step has set
 
 
 def _numbers_in(state: Any) -> Iterator[Any]:
-    """What a state holds, by itself or in lists."""
+    """The values of a state, including those in lists."""
     for value in state.values() if isinstance(state, dict) else state:
         if isinstance(value, list | tuple):
             yield from _numbers_in(value)

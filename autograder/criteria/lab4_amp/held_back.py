@@ -28,7 +28,7 @@ class HeldBack:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """As `dist.all_reduce`; begins at once if it is not asynchronous, after those before it."""
+        """As `dist.all_reduce`; if it is synchronous, it runs at once, after all held-back ones."""
         if not async_op:
             self.release()
             return self.original(tensor, op, group)
@@ -43,7 +43,7 @@ class HeldBack:
 
 
 class _Work:
-    """What an all-reduce that is held back returns; any question to it releases all."""
+    """The work handle of a held-back all-reduce; any use but get_future() releases all."""
 
     def __init__(self, held: HeldBack, tensor: torch.Tensor, op: Any, group: Any) -> None:
         self._held, self._call, self._tensor = held, (tensor, op, group), tensor
@@ -64,7 +64,7 @@ class _Work:
 
 
 class _Future(torch.futures.Future[Any]):
-    """Its result; a question to it, or to one that `then` made of it, releases all."""
+    """The future of a `_Work`. Its wait() or value(), and those of its then(), release all."""
 
     def __init__(self, held: HeldBack) -> None:
         super().__init__()

@@ -30,13 +30,13 @@ from autograder.criteria.lab4_amp.held_back import HeldBack
 from autograder.criteria.lab4_amp.many_ranks import RANKS, ManyRanks
 from autograder.criteria.lab4_amp.scaler import same
 
-# DDP makes three buckets of the same size: a tensor that is kept for a size serves two at once.
+# DDP makes three buckets of one size, so that a hook fails that keeps one tensor for each size.
 SHAPES = ((30, 30), (500,), (20, 20), (25, 36))
 NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
 STEPS = 3  # gradients are compared in the last step: DDP settles its buckets in the first
 # With this factor the largest gradients are as near to the largest number in bf16 as in fp16.
 FACTORS = {"float16": 1.0, "bfloat16": 2.0**112}
-INF_IN = 1  # whose last gradient is inf on the last rank
+INF_IN = 1  # the parameter whose last gradient is inf on the last rank
 LARGE = 53_500.0  # up to 1.1 times this, 90 % of fp16's largest number: a sum of two overflows
 
 
@@ -82,8 +82,8 @@ def draw_bytes(draw: Draw) -> list[Values]:
 def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
     """Runs backward several times in each format; the gradients of the last backward.
 
-    In the case of `draw_mean` no all-reduce begins before the last bucket has come: the tensor that
-    is on its way belongs to it until then.
+    In the case of `draw_mean` no all-reduce begins before the last bucket has come: until then, the
+    hook must not write into a tensor that it has handed to an all-reduce.
     """
     answer: Values = {"hook": ""}
     held = HeldBack() if len(inputs["names"]) > 1 else None
@@ -93,9 +93,9 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
             raise TypeError(f"make_compress_hook returned {described(hook)}; expected a function")
         model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
         answer["hook"] = answer["hook"] or refused(model, hook)
-        # Without annotations: DDP would compare them.
         many = ManyRanks(make_hook, DTYPES[name]) if held else None
         called = partial(_call, hook, futures, held, many)
+        # A lambda has no annotations, which DDP would check.
         model.register_comm_hook(None, lambda state, bucket, call=called: call(state, bucket))
         weights = _weights(inputs, name)
         # Several nodes, so that the size of a node is not taken for the number of ranks.
@@ -247,7 +247,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
         ]
         reduced = [c for c in issued if c.kind == "all_reduce" and "float" in c.dtype]
         others = {c.kind for c in issued if "float" in c.dtype} - {"all_reduce", "broadcast"}
-        wide = [c for c in reduced if c.dtype not in FACTORS]  # which of them, `judge_mean` says
+        wide = [c for c in reduced if c.dtype not in FACTORS]  # `judge_mean` judges which dtype
         if others or wide:
             what = f"an all-reduce of {wide[0].dtype}" if wide else f"{sorted(others)[0]}"
             yield Finding(

@@ -2,9 +2,8 @@
 
 The loop gets the grader's scaler, so a mistake in the student's own scaler costs no points here.
 Each criterion compares every recorded step with what it should do from where it began
-(`expected_steps.py`). A criterion about a feature also records plain steps without it, and asks
-only that the feature does what it should to those: what is wrong in plain steps costs
-`amp_loop_fp16` alone.
+(`expected_steps.py`). A criterion about a feature also records plain steps without it, and judges
+only how the feature changes them: what is wrong in plain steps costs `amp_loop_fp16` alone.
 
 Choices that the text leaves, all of which pass: one backward for each batch, or one for the step;
 `no_sync` or not; losses or gradients divided by `accumulate`; clipped after `unscale_`, or scaled
@@ -28,7 +27,7 @@ SIZES = (5, 8, 2)
 BATCH = 4
 TINY = 1e-7  # with this factor on the loss, the gradients underflow in fp16
 HALF_RTOL = 0.05  # relative to the largest entry of a gradient; fp16 has 11 bits, bf16 has 8
-BF16_RTOL = 0.2  # only whether the scaler took part, which is off by the scale
+BF16_RTOL = 0.2  # a step without the scaler is off by the scale, which is far more
 
 
 # --- draw ----------------------------------------------------------------------------------------
@@ -121,12 +120,12 @@ def _flat(inputs: Values) -> np.ndarray:
 def draw_skips(draw: Draw) -> list[Values]:
     """The loss overflows in some steps: the first, the last, two in a row; on one or more ranks.
 
-    In the run "two", it overflows in the first batch of one step, and in the second of another; in
-    the runs "bf16" and "limited", which has a max_norm, in the second step and on all ranks. In the
-    run "limit" it never does, and the parameters have gradients before the first step.
+    In the run "two", it overflows in the first batch of one step, and in the second of a different
+    step; in the runs "bf16" and "limited", which has a max_norm, in the second step and on all
+    ranks. In the run "limit" it never does, and parameters have gradients before the first step.
     """
     rng, last = draw.shared("skips"), draw.world_size - 1
-    # The scale grows meanwhile: that it has changed does not mean that a step was left out.
+    # The scale also grows, so a changed scale does not mean that a step was left out.
     settings = {"scale": _scale(draw, 9, 12), "scheduler": True, "clears": False, "interval": 2}
     pair = settings | {"accumulate": 2}
     tried, limit = settings | {"tried": True, "batches": 3}, {"max_norm": 1e6}
@@ -160,9 +159,9 @@ def draw_accumulates(draw: Draw) -> list[Values]:
 
 
 def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
-    """Trains in every run; "main" has to work, and so have others with one batch a step.
+    """Trains in every run; "main" has to work, and so have other runs with one batch per step.
 
-    An error in a run with several batches a step, or one that is "tried", is part of the answer.
+    An error in a run with several batches per step, or in one that is "tried", is an answer, too.
     """
     answer: Values = {}
     for name, settings in inputs["settings"].items():

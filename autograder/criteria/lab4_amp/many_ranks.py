@@ -1,8 +1,8 @@
-"""A hook's bucket on many ranks, where few are there.
+"""Runs a hook as if there were many ranks.
 
 How a hook avoids overflow may be right for the few ranks of a check and wrong for more: a divisor
-that is written into the code, for example. So each bucket is also given to a hook that believes to
-be on many ranks, all of which have this rank's gradients. No rank but this one takes part.
+that is written into the code, for example. So each bucket is also given to a hook that is told that
+there are many ranks. All of them have this rank's gradients; no rank but this one takes part.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class ManyRanks:
         self.buckets.append(full)
 
     def values(self) -> np.ndarray:
-        """What comes out of all buckets; empty if the hook fails, or believes in a wrong number.
+        """The results of all buckets; empty if the hook fails, or does not use `RANKS`.
 
-        It may know the number from elsewhere, or remember the real one. Then the mean of ones is
-        not 1 here, and nothing is known of it.
+        It may get the number of ranks elsewhere, or remember the real one. Then the mean of ones
+        is not 1, and the results would not be those on many ranks.
         """
         instead = {
             (dist, "get_world_size"): lambda group=None: RANKS,
             (dist, "all_reduce"): _all_reduce,
         }
-        # Errors are those of the hook's real call.
+        # The hook's real call raises its errors.
         with (
             suppress(Exception),
             mock.patch.dict(os.environ, {"WORLD_SIZE": str(RANKS)}),
@@ -66,7 +66,7 @@ class ManyRanks:
 
 
 def _copy(bucket: dist.GradBucket, buffer: torch.Tensor) -> Any:
-    """A bucket with a different buffer; DDP's own ends with the call of the hook."""
+    """A bucket with a different buffer; DDP's own is valid only during the call of the hook."""
     shapes = [gradient.shape for gradient in bucket.gradients()]
     parts = buffer.split([shape.numel() for shape in shapes])
     has = {
@@ -90,7 +90,7 @@ def _all_reduce(
 
 
 class _Done:
-    """What an all-reduce returns that has ended."""
+    """The work handle of an all-reduce that has ended."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()

@@ -24,15 +24,15 @@ LR = 0.1  # large enough that a step changes bf16 parameters, too
 PLAIN: Values = {"frozen": None} | dict.fromkeys(
     ("left out", "recomputed", "slice", "spare", "gated", "part", "loss weight"), False
 )
-# What is special about each network; all others are ordinary. So that no report is right by luck,
-# each says where one of the four numbers comes from.
+# How each network differs from PLAIN. Each difference shows whether one of the four numbers comes
+# from the right tensors, so that no report is right by luck.
 MEMORY_CASES: tuple[Values, ...] = (
     {"precision": "float32"},
     {"precision": "autocast"},
     {"precision": "bfloat16"},
     {"precision": "autocast", "frozen": 0},
     {"precision": "float32", "frozen": 1},  # its weight is saved: it is a parameter all the same
-    {"precision": "float32", "left out": True},  # of the optimizer; the first layer has gradients
+    {"precision": "float32", "left out": True},  # the optimizer lacks the first layer's parameters
     {"precision": "float32", "recomputed": True},  # backward saves tensors of its own
     {"precision": "float32", "slice": True},  # x is a part of a larger storage
     {"precision": "float32", "spare": True},  # parameters without a gradient, though not frozen
@@ -65,7 +65,7 @@ def draw_memory(rng: np.random.Generator) -> Values:
 class _Net(nn.Module):
     """Three linear layers; the second one and its tanh may be recomputed in backward.
 
-    A layer that forward does not use, and a factor of the first layer's output, may be there, too.
+    It may also have a layer that forward does not use, and a factor of the first layer's output.
     """
 
     gate: torch.Tensor
@@ -98,7 +98,7 @@ class _Net(nn.Module):
 def _loss_of(
     model: nn.Module, x: torch.Tensor, y: torch.Tensor, order: torch.Tensor
 ) -> torch.Tensor:
-    """A loss that saves two halves of one storage, and whole numbers."""
+    """A loss that saves two halves of one storage, and integers."""
     left, right = model(x).float().chunk(2, dim=1)
     return oracle.mse((left * right)[order], y)
 
@@ -112,7 +112,7 @@ def _move(layer: Any) -> None:
 def _make_optimizer(
     case: Values, held: list[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer of a case; one that trains a weight of the loss, too, has made a step of it."""
+    """The optimizer of a case; for a weight of the loss, if it has one, it has made a step."""
     extra = [nn.Parameter(torch.ones(LOSS_WEIGHTS, device=device))] * case["loss weight"]
     if case["optimizer"] == "AdamW":
         optimizer = torch.optim.AdamW([*held, *extra], lr=LR, foreach=False)

@@ -49,7 +49,7 @@ FIND_CASES: dict[str, tuple[str, bool]] = {
 def draw_finds(draw: Draw) -> list[Values]:
     """Every case on all ranks at once, with private values; but one overflow is on one rank only.
 
-    Who finds that one on its own rank only has not found it: the idea of the lab, and a gate.
+    All ranks have to leave out that step: this is the idea of the lab, and a gate.
     """
     order = [list(FIND_CASES)[i] for i in draw.shared("order").permutation(len(FIND_CASES))]
     inputs = []
@@ -87,8 +87,8 @@ def _spoil(kind: str, grads: list[Any]) -> list[Any]:
 def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values:
     """For each case, the parameters after one step of a new scaler, and what step() returned.
 
-    The parameters are in two groups. A scaler that overlooks one of them loses
-    `amp_scaler_unscale`, and is judged here by what it finds in a single group.
+    The parameters are in two groups. A scaler that overlooks one group loses `amp_scaler_unscale`,
+    and is judged here by what it finds in a single group.
     """
     two_groups = not _overlooks(scaler_class, inputs, context)
     answer: Values = {"taken": []}
@@ -97,7 +97,7 @@ def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values
         parameters = make_parameters(inputs, context)
         optimizer = make_optimizer(parameters, two_groups)
         set_gradients(parameters, inputs, kind, scaler)
-        if number % 2 and kind != ONE_RANK:  # where ranks agree is `amp_scaler_agrees`' business
+        if number % 2 and kind != ONE_RANK:  # `amp_scaler_agrees` judges that with unscale_
             scaler.unscale_(optimizer)
         taken = scaler.step(optimizer)
         scaler.update()

@@ -40,7 +40,7 @@ def judge_fp16(case: Case) -> Iterator[Finding]:
 
 
 def _bf16_finding(case: Case, rank: int) -> Iterator[Finding]:
-    """In bf16 gradients are scaled and unscaled as in fp16; the dtype is judged elsewhere."""
+    """In bf16, gradients are scaled as in fp16; `amp_loop_autocast` judges the dtype."""
     for number, step in enumerate(expected_steps.all_steps(case, "bf16")[rank] or ()):
         if not expected_steps.valid(case, "bf16", step) or not step.taken:
             continue
@@ -140,7 +140,7 @@ def judge_update(case: Case) -> Iterator[Finding]:
         scale, told_scale = case.inputs[0]["settings"]["main"]["scale"], told(answer, "main/scale")
         for number, step in enumerate(steps):
             if expected_steps.overflows(case, "main", step):
-                # A loop that takes this step by itself loses a different criterion.
+                # A different criterion judges a loop that takes this step all the same.
                 scale *= GROWTH if step.taken and told_scale == scale * GROWTH else BACKOFF
                 continue
             scale *= GROWTH

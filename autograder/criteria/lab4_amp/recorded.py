@@ -28,7 +28,7 @@ from autograder.criteria.lab4_amp.formats import DTYPES
 LR = 0.1
 NEVER = 1_000_000
 GROWTH, BACKOFF = 4.0, 0.125  # powers of two, so that scaling rounds nothing; torch's: 2 and 0.5
-OLD = 1.0  # in every gradient that is there before the first step, once it is unscaled
+OLD = 1.0  # value of the gradients from before the first step, after they are unscaled
 GAMMA = 0.5  # the scheduler's factor per step
 
 
@@ -78,7 +78,7 @@ class GivenScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Allows fp16 gradients, where torch raises: what became of the parameters is judged."""
+        """Allows fp16 gradients, where torch raises: `Recorder` checks the parameters' dtype."""
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> bool:
@@ -216,7 +216,7 @@ def run(train_amp: Any, inputs: Values, name: str, context: Context) -> Values:
 
 
 def attempt(train_amp: Any, inputs: Values, name: str, context: Context) -> Values:
-    """`run`, for a case that only a loop without other faults can do; an error as text."""
+    """`run`, for a case in which an unrelated fault may raise: an error becomes text."""
     try:
         return run(train_amp, inputs, name, context)
     except Exception as error:

@@ -59,9 +59,9 @@ def begin(scaler: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def overflow_once(scaler: Any, inputs: Values, context: Context) -> bool:
-    """A step in which every gradient is inf; whether the gradients were cleared.
+    """Runs a step in which every gradient is inf; whether the gradients were cleared.
 
-    Where the parameters have changed the step was not left out: this is not told here.
+    False if the parameters have changed: different criteria judge a step that is not left out.
     """
     parameters, before = make_parameters(inputs, context), make_parameters(inputs, context)
     begin(scaler, parameters)
@@ -195,7 +195,7 @@ def _findings_in_scales(rank: int, inputs: Values, answer: Values) -> Iterator[F
 
 
 def _first_wrong_value(rank: int, inputs: Values, answer: Values) -> Finding | None:
-    """Of scaled losses, of the loss itself, and of the gradients."""
+    """The first finding about scaled losses, the loss itself, or the gradients."""
     start = [p.astype(np.float64) for p in oracle.parameters_of(inputs)]
     weights = [inputs[f"w{i}"].astype(np.float64) for i in range(len(SHAPES))]
     terms = np.concatenate([(p * w).ravel() for p, w in zip(start, weights, strict=True)])

@@ -23,8 +23,8 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 def draw_timing(draw: Draw) -> list[Values]:
     """Slow warm-up steps, an outlier per rank, and a slowest rank: the first, middle, or last.
 
-    The outlier of every other rank is in a step in which the slowest is faster than its own median,
-    so that the median of each step's slowest is not the slowest median.
+    The outliers of the other ranks are in steps in which the slowest rank is faster than its
+    median, so that the median over the slowest rank of each step is not the largest median.
     """
     rng, n = draw.shared("settings"), draw.world_size
     settings = [

@@ -58,7 +58,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
         answer: Values = {"missing": repr(module.load_newest(place)), "returned": []}
         for step in inputs["steps"]:
             state = _state(inputs, step)
-            # A script knows the folder as text; others give a path.
+            # The folder is text here, as in a script; elsewhere it is a Path.
             returned = save(module, str(place), step, state)
             right = (place / name_of(step)).resolve()
             answer["returned"].append(Path(str(returned)).resolve() == right)
@@ -67,7 +67,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
             file = place / name_of(step)
             if file.is_file():
                 os.utime(file, (now - 100 * age, now - 100 * age))
-        # Before the first step there may be little to save, after much that was saved already.
+        # Step 0 with an empty state, in a new folder: nothing of the saves above may come back.
         start = folder / "start"
         module.save_checkpoint(start, 0, {}, keep=MANY)
         answer["start"] = repr(module.load_newest(start))
@@ -93,7 +93,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def _state(inputs: Values, step: int) -> Values:
-    """What is saved for a step: all that a state may hold."""
+    """The state that is saved for a step, with every kind of value that a state may hold."""
     return {
         "model": {"weight": torch.from_numpy(inputs["weight"]) * step},
         "half": torch.full((2,), float(step), dtype=torch.bfloat16),
@@ -105,12 +105,12 @@ def _state(inputs: Values, step: int) -> Values:
         "losses": [1.5, step],
         "word": inputs["word"],
         "nothing": None,
-        "step": -step,  # the state's own, whatever that counts
+        "step": -step,  # a key of the state, not the checkpoint's step
     }
 
 
 def _leaves(value: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
-    """What a nested state holds, each with its place; of a list or tuple also what it is."""
+    """Each value in a nested state, with its place; of a list or tuple also the type."""
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list | tuple):
@@ -126,7 +126,7 @@ def _leaves(value: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
 def judge_roundtrip(case: Case) -> Iterator[Finding]:
     """load_newest returns None for a missing folder, later the exact state of the highest step.
 
-    What is in a file is free; the path may be text or a Path.
+    The format of the file is free; the path may be text or a Path.
     """
     given, answer = case.inputs[0], plain(case.answers[0])
     if answer.get("missing") != "None":
@@ -246,7 +246,7 @@ def _damaged(whole: bytes, inputs: Values) -> Iterator[bytes]:
     middle = int(len(data) * inputs["places"][0])
     data[middle : middle + 500] = bytes(len(data[middle : middle + 500]))
     yield bytes(data)
-    data = bytearray(whole)  # no sum of bytes can tell
+    data = bytearray(whole)  # two bytes swapped: the sum of all bytes stays the same
     at = next((i for i in range(middle, len(data)) if data[i] != data[i - 1]), 0)
     data[at - 1], data[at] = data[at], data[at - 1]
     yield bytes(data)
@@ -330,7 +330,7 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def _deaths(path: Any, folder: Path, inputs: Values, keep: int) -> list[Any]:
-    """Per death in a save that has one checkpoint to delete: when, steps, steps after the next."""
+    """Per death in a save that deletes a checkpoint: when, steps left, steps after another save."""
     module, steps = load_file(path), inputs["steps"][: keep + 2]
     before, place = folder / f"full{keep}", folder / "now"
     for step in steps[:keep]:
@@ -342,7 +342,7 @@ def _deaths(path: Any, folder: Path, inputs: Values, keep: int) -> list[Any]:
     seen: list[Any] = []
     for death in deaths(lambda: save_now(steps[keep]), before, place):
         there, later = steps_in(place), None
-        if steps[keep] in there:  # without it, ckpt_atomic looks at what the next save does
+        if steps[keep] in there:  # else ckpt_atomic judges the next save
             module = load_file(path)
             save_now(steps[keep + 1])
             later = steps_in(place)

@@ -40,7 +40,7 @@ _ELSEWHERE = "/on-another-disk"
 
 
 def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
-    """Dies everywhere in a save of a new step, and of a step that is there; what is left then."""
+    """What is left after deaths at all points of a save, of a new step and of a saved one."""
     if context.rank != 0:
         return {}
     first, second, third = inputs["steps"][:3]
@@ -88,7 +88,7 @@ def _after(
 ) -> Values:
     """What a death has left, what a new process loads from it, and what the next save makes of it.
 
-    The next save is of the same step and of fewer bytes, so that nothing left over can hide it.
+    The next save is of the same step, but of fewer bytes: leftover bytes would spoil the file.
 
     Args:
         before: the folder as it was before the save; saved: step -> state of the save that died.
@@ -125,9 +125,9 @@ def _after(
 
 
 def judge_atomic(case: Case) -> Iterator[Finding]:
-    """A final name holds a whole checkpoint at any time, and what a death leaves harms nobody.
+    """A final name always holds a whole checkpoint; leftovers of a death disturb no load or save.
 
-    What is not complete may lie in a folder inside; the file may be renamed or linked to its name.
+    An incomplete file may lie in a subfolder; the file may be renamed or linked to its name.
     """
     given, answer = case.inputs[0], plain(case.answers[0])
     if elsewhere := answer.get("elsewhere"):
@@ -204,19 +204,19 @@ def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
     return ""
 
 
-# --- ckpt_durable: on the disk before it has its name --------------------------------------------
+# --- ckpt_durable: the data are on the disk before the file has its name -------------------------
 
 
 def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
-    """Logs in order which file was synced with what in it, and which file was renamed.
+    """Logs in order which file was synced with which content, and which file was renamed.
 
-    Then the disk is full, which fsync is the first to say.
+    In the last save the disk is full, and fsync is the first call that fails.
     """
     if context.rank != 0:
         return {}
     log: list[list[Any]] = []
     full: OSError | None = None
-    before: list[list[int]] = []  # the steps that are there each time that the disk is full
+    before: list[list[int]] = []  # the steps in the folder, at each fsync that fails
     real = {name: getattr(os, name) for name in ("fsync", "fdatasync", "sync", "rename", "replace")}
 
     def synced(name: str) -> Callable[[Any], None]:
@@ -249,7 +249,7 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
             stack.enter_context(mock.patch.object(os, name, renamed(name)))
         stack.enter_context(mock.patch.object(os, "sync", sync_all))
         module, folder = stack.enter_context(working_with(path))
-        # A large state goes around Python's buffer. A small one waits in it for the flush.
+        # A large state bypasses Python's buffer. A small one stays in it until the flush.
         large = state_of(inputs, inputs["steps"][0])
         files = []
         for step, state in zip(inputs["steps"], (large, {"at": 1}), strict=False):
@@ -270,7 +270,7 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def _sum_of(file: str | Path) -> int:
-    """A checksum of what is in the file; 0 for an open one where only Linux could tell."""
+    """A checksum of the file's content; 0 if it is unreadable, as /proc/self/fd is off Linux."""
     try:
         return zlib.crc32(Path(file).read_bytes())
     except OSError:
@@ -280,7 +280,7 @@ def _sum_of(file: str | Path) -> int:
 def judge_durable(case: Case) -> Iterator[Finding]:
     """The complete file was synced before the rename that gave the file its final name.
 
-    The folder may be synced or not, and os.sync may stand for os.fsync.
+    The folder may be synced or not, and os.sync may replace os.fsync.
     """
     answer = plain(case.answers[0])
     for number, step in enumerate(case.inputs[0]["steps"][:2]):

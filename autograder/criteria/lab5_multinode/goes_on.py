@@ -1,7 +1,7 @@
-"""Criterion for task 5 of lab 5: a job that is started again goes on where a checkpoint is.
+"""Criterion for task 5 of lab 5: a job that is started again goes on from a checkpoint.
 
-Only that it goes on is asked here. Whether the curve is the same as without a break is the business
-of `node_lost`, and whether the training is right is `node_script`'s.
+Only the step from which the job goes on is judged here. `node_lost` judges whether the curve is the
+same as without a break, and `node_script` judges whether the training is right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def observe_goes_on(path: Any, inputs: Values, context: Context) -> Values:
         job.write_data(0, shared=True)
         with nodes(job, torchrun=False) as processes:
             wait(job, processes)
-        job.results()  # an error, if there are none
+        job.results()  # raises an error if there are none
         saves = steps_saved(job.saves())
         if not saves or saves[0] >= inputs["job"]["steps"]:
             return {"saves": saves}
@@ -44,7 +44,7 @@ def observe_goes_on(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_goes_on(case: Case) -> Iterator[Finding]:
-    """The second run ends with numbers, so it has trained with the rows that are left only."""
+    """The second run gives finite numbers, so it used no row of steps before the checkpoint."""
     answer = case.answers[0]
     saves = told(answer, "saves")
     got = [answer.get(name) for name in ("losses", "p0")]

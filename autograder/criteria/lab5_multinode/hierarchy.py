@@ -22,7 +22,7 @@ from minidist.emulate.trace import Event
 CALLS = 2
 FLOATS_PER_RANK = 12_000  # times the world size = a length that every local size divides
 SLACK = 1.02
-# The other tensors: small, and of a dtype of two bytes; no node size but 1 divides their lengths.
+# The other tensors: small ones, and ones of bfloat16; no node size but 1 divides their lengths.
 SMALL, SMALL_CALLS, HALF, HALF_CALLS = 613, 8, 20_003, 2
 MARK = 101  # elements of the first small all-reduce that marks the end of a node size; then 102, …
 SLACK_BYTES = 6_000  # allowed for small messages by which ranks agree on something
@@ -40,9 +40,8 @@ def local_sizes(world_size: int) -> list[int]:
 def draw_values(draw: Draw) -> list[Values]:
     """Three private tensors per node size: two with lengths that need padding, a float64 matrix.
 
-    One of the two is a single number without a dimension.
-
-    The matrix has as many numbers as the first tensor: a buffer must suit its dtype, too.
+    The second tensor is a single number without a dimension. The matrix has as many numbers as the
+    first tensor, so a reused buffer must also have the right dtype.
     """
     world_size = draw.world_size
     sizes = draw.shared()
@@ -69,7 +68,7 @@ def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Valu
         made = 0
         for number in range(len(inputs["shapes"][case])):
             numbers = inputs[f"{case}/{number}"].copy()
-            tensor = torch.from_numpy(numbers)  # of the same memory: to be written in place
+            tensor = torch.from_numpy(numbers)  # shares its memory: the sum must be in place
             returned = all_reduce(tensor)
             if number == 0:
                 made = _num_groups()
@@ -166,7 +165,7 @@ def draw_bytes(draw: Draw) -> list[Values]:
 
 
 def draw_slow(draw: Draw) -> list[Values]:
-    """As `draw_bytes`, and other tensors, which must not take a shorter way over the slow link."""
+    """As `draw_bytes`, with small and bfloat16 tensors: they need the hierarchy, too."""
     return [values | {"others": True} for values in draw_bytes(draw)]
 
 
@@ -253,7 +252,7 @@ def _sent(case: Case) -> list[tuple[int, list[tuple[float, float]]]]:
 
 
 def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """Every tensor, and every sum of consecutive tensors, in a ring."""
+    """Every sum of one or more consecutive tensors in a ring."""
     n = len(tensors)
     for size in range(1, n + 1):
         for first in range(n if size < n else 1):

@@ -52,14 +52,14 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
             "second one to be called bucket"
         )
 
-    buckets: list[list[int]] = []  # of the last step: the numbers of their parameters
+    buckets: list[list[int]] = []  # parameter numbers per bucket of the last step
     number_of = {id(parameter): i for i, parameter in enumerate(model.parameters())}
 
     def checked(state: Any, bucket: Any) -> Any:
         buckets.append([number_of.get(id(p), -1) for p in bucket.parameters()])
         return as_future(hook(state, bucket), "all_reduce_hook")
 
-    checked.__annotations__.clear()  # DDP would compare these texts with its types
+    checked.__annotations__.clear()  # strings here, which DDP would compare with types
     ddp.register_comm_hook(counting, checked)
     for step in range(HOOK_STEPS):
         x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
@@ -102,7 +102,7 @@ def judge_hook(case: Case) -> Iterator[Finding]:
 
 
 def _first_off(buckets: Any, off: set[int]) -> tuple[int, str]:
-    """The first wrong gradient in the order of the buckets, and in words where that is."""
+    """The first wrong gradient in the order of the buckets, and words for its place."""
     buckets = buckets if isinstance(buckets, list) else []
     wrong = [[i for i in off if i in b] if isinstance(b, list) else [] for b in buckets]
     for number, numbers in enumerate(wrong):

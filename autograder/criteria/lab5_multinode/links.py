@@ -27,7 +27,7 @@ KINDS = {
 
 @per_rank
 def draw_measure(rng: np.random.Generator) -> Values:
-    """Two links per rank: one with slow warm-up calls, and one without, whose repeats are even."""
+    """Two links per rank: one with slow warm-up calls; one without, and with 6 or 8 repeats."""
     links = [_draw_link(rng, (3, 4), (7, 9)), _draw_link(rng, (0,), (6, 8))]  # no defaults
     return {"links": links}
 
@@ -35,8 +35,8 @@ def draw_measure(rng: np.random.Generator) -> Values:
 def _draw_link(rng: np.random.Generator, warmup: Sequence[int], repeats: Sequence[int]) -> Values:
     """A link, the sizes in some order, and per size the factors by which its calls take longer.
 
-    Their median is 1: of an odd number of calls half are disturbed; of an even number the two in
-    the middle are as much below it as above.
+    The factors' median is 1. Of an odd number of calls, just under half are disturbed. Of an even
+    number, the two in the middle have the factors 0.75 and 1.25.
     """
     count = int(rng.choice(repeats))
     factors = []
@@ -156,7 +156,7 @@ def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
     slope, first = np.polyfit(np.array(sorted(given["sizes"]), float), seconds, 1)
     if np.allclose(got, [first, 1 / slope], rtol=1e-3):
         return "So they are if the sizes are sorted and the seconds are not."
-    if got[0] > given["cold_s"] / 20:  # a hundred times the latency
+    if got[0] > given["cold_s"] / 20:  # more than 25 times any drawn latency
         return "Are the warm-up calls timed? The first ones open connections."
     return (
         "Time each call, take the median of a size's repeats (one disturbed call must not count), "

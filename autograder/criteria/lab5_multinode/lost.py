@@ -1,9 +1,9 @@
-"""Criterion for task 5 of lab 5: nodes are lost, one at a time, and the job goes on as if not.
+"""Criterion for task 5 of lab 5: nodes are lost, and the job, started again, gives the same curve.
 
 A checkpoint is due after the last step here, and not in `node_script`. The job that starts again
 has more steps than the one that died, and saves less often. The curve is compared with the one that
-the same script gives without a break: whether that one is right is `node_script`'s business. Both
-nodes have all rows here, but only those of steps to come.
+the same script gives without a break; `node_script` judges whether the latter is right. Both nodes
+have the rows of all ranks here. The job that starts again has only rows of steps to come.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ OLD_OUT = b"of a run before"
 def draw_lost(source: Draw) -> list[Values]:
     """A job, and when its node 1 dies: up to the step after the first save.
 
-    It dies twice, so that once the gradients' collective fails, and once what comes after it.
+    There are two deaths: one before the gradients' collective, and one after that collective.
     """
     inputs, *others = script.draw(source, last_is_due=True)
     rng = source.shared("death")
-    # Before the first step, a script may call a network that it has not shared yet.
+    # Not in the first forward pass: a script may make one before it shares the model.
     inputs["deaths"] = [
         {
             "step": int(rng.integers(first, inputs["job"]["every"] + 2)),
@@ -70,7 +70,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         if not _can_be_resumed(saves, inputs["job"]["steps"]):
             return answer
         first, second, third = saves[:3]
-        # A save in a thread goes on until the next save, and whoever waits for it is not done.
+        # A save in a thread may stop a rank only at the next save: a step must follow the third.
         job.inputs = _with(inputs, steps=third + 1)
         answer |= {"ends": [], "dying": [], "partial": []}
         for death in inputs["deaths"]:
@@ -85,7 +85,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         with nodes(job, torchrun=False) as processes:
             _wait_for_stop(job, processes, second)
             kill_trees([processes[0].pid])
-            (job.checkpoints / "go").touch()  # another rank may have saved, against the rule
+            (job.checkpoints / "go").touch()  # releases node 1, if that saves, against the rule
             answer["ends"].append(_end_of(processes[1]))
         # Only now, because no process of the first run is alive: damage its last checkpoint.
         stop.unlink()
@@ -128,7 +128,7 @@ def _due_again(job: Values) -> list[int]:
 
 
 def _run(job: NodesJob, what: str, *, old_out: bool = False) -> Values:
-    """The results of a job that runs to its end; `old_out`: a run before has left an --out."""
+    """The results of a job that runs to its end; `old_out`: an earlier run has left an --out."""
     for old in (*job.folder.glob("out-*.npz"), *job.folder.glob("log-*.txt")):
         old.unlink()
     out = job.folder / "out-0.npz"
@@ -164,7 +164,7 @@ def _wait_for_stop(job: NodesJob, processes: Sequence[Child], step: int) -> None
 
 
 def _deaths(given: Values) -> tuple[tuple[int, str], ...]:
-    """For each death, which node is left, and what has happened."""
+    """For each death: the node that is left, and the cause in words."""
     return (
         *((0, f"node 1 died in step {d['step']}, {d['moment']}") for d in given["deaths"]),
         (1, "node 0 died while a checkpoint was saved"),
@@ -255,7 +255,7 @@ def _saved(answer: Values, given: Values, saves: list[int]) -> str:
             f"steps {saves}, and not after the last one, when a checkpoint is due too."
         )
     if saves != due:
-        return ""  # node_script's business
+        return ""  # node_script judges this
     dying, again = told(answer, "dying"), told(answer, "again")
     if not isinstance(dying, list) or len(dying) != len(given["deaths"]):
         return "there is no list of checkpoints for each node that died."

@@ -47,7 +47,7 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
         if kind in ("narrow first", "wide first"):
             wide = ("tun0" if kind == "narrow first" else "br0", [f"10.{(a + 1) % 250}.{c}.{d}/8"])
             table.append(wide)
-        if kind in ("odd first", "odd last"):  # two halves of what the first three numbers tell
+        if kind in ("odd first", "odd last"):  # two /25 networks that begin with the same numbers
             there, elsewhere = (e % 100 + 1, e % 100 + 129)
             table[-1] = (fast, [f"10.{a}.{b}.{there}/25"])
             beside = "eth2" if kind == "odd first" else "wlan0"
@@ -60,11 +60,11 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
             table[2] = (table[2][0], [*table[2][1], f"fd00:{a:x}:{b + 1:x}::{e:x}/64"])
             # The same address may be written in several ways.
             peer = ipaddress.ip_address(f"fd00:{a:x}:{b:x}::{e + 1:x}").exploded
-        if kind == "second address":  # both of one interface hold the peer, as does a third network
+        if kind == "second address":  # one interface has two networks with the peer, bond0 a third
             table[-1] = (fast, [f"10.{a}.{b}.{e}/8", f"10.{a}.{b}.{e}/20"])
             table.append(("bond0", [f"10.{a}.{b}.{e % 200 + 3}/16"]))
             peer = f"10.{a}.{b}.{e % 200 + 40}"
-        if kind == "own, narrower":  # node 0, which also has an interface in a part of the network
+        if kind == "own, narrower":  # the peer is this node, and bond0's network is narrower
             peer = f"10.{a}.{b}.{e}"
             table.append(("bond0", [f"10.{a}.{b}.{e % 200 + 3}/24"]))
         if kind == "default":  # a network that holds every address
@@ -77,7 +77,7 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
         if kind == "nowhere":
             peer = f"11.{a}.{b}.{e}"
         order = list(rng.permutation(len(table)))
-        if kind.endswith("first"):  # whoever takes the first, or the last, is wrong once
+        if kind.endswith("first"):  # code that takes the first, or the last, is wrong once
             order.sort(key=lambda i: i == len(table) - 1)
         elif kind in ("odd last", "plain"):
             order.sort(key=lambda i: i != len(table) - 1)

@@ -94,7 +94,7 @@ class NodesJob:
     def __init__(self, path: Any, inputs: Values, folder: Path) -> None:
         script = find_script(path)
         self.name, self.inputs, self.folder = script.name, inputs, folder
-        self.codes: list[int | None] = []  # how the nodes have ended, if one was not killed by us
+        self.codes: list[int | None] = []  # the nodes' exit codes, set by `wait`
         self.checkpoints = folder / "checkpoints"
         shutil.copy(script, folder / script.name)
         (folder / "checkpointing.py").write_text(STAND_IN)
@@ -199,7 +199,7 @@ def steps_saved(marks: Iterable[str], rank: int | None = None) -> list[int]:
 
 
 def _end(code: int | None) -> str:
-    """What an exit code says if a signal ended the process, or if it is as after a signal."""
+    """Names the signal in an exit code, which is -number or 128 + number; "" if there is none."""
     for number, words in ((-(code or 0), "was ended by"), ((code or 0) - 128, "ended as if by")):
         if number in set(signal.Signals):
             return f"{words} {signal.Signals(number).name} (exit code {code})"
@@ -263,7 +263,7 @@ def _prepare(death: NodeDeath) -> None:
 
 
 def be_agent(_: Any, log: Path, script: str, arguments: list[str], node: int, port: int) -> None:
-    """Runs torchrun's agent of one node; it forks its workers because torch is imported."""
+    """Runs torchrun's agent of one node; forked workers need not import torch again."""
     write_to(log)
     config = LaunchConfig(
         min_nodes=NODES,

@@ -107,7 +107,7 @@ def draw_command(rng: np.random.Generator) -> Values:
         "port": int(rng.integers(20000, 60000)),
         "run_id": f"job-{int(rng.integers(10**6)):06d}",
         "max_restarts": int(rng.integers(1, 9)),
-        # A word may hold a blank, and may come twice.
+        # A word may contain a space, and may occur twice.
         "script": ["train.py", "--lr", rate, "--note", "from two nodes", "--decay", rate],
     }
 
@@ -128,7 +128,7 @@ def observe_command(node_command: Any, inputs: Values, context: Context) -> Valu
 def judge_command(case: Case) -> Iterator[Finding]:
     """torchrun understands every node's command, and the commands together start the job.
 
-    Rendezvous or node ranks by hand, torchrun or python -m, options of one word or two are right.
+    All of these pass: c10d or explicit node ranks, torchrun or python -m, --key=value or two words.
     """
     for rank, answer in enumerate(map(plain, case.answers)):
         job, commands = case.inputs[rank], answer.get("commands")

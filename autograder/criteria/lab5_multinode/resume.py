@@ -78,14 +78,14 @@ def _training(arrays: Values, settings: Values, device: torch.device) -> Trainin
 
 
 def _change_decay(training: Training, settings: Values) -> None:
-    """What a program changes after it has made the optimizer belongs to the state, too."""
+    """Changes an option of an optimizer that exists: the new value belongs to the state, too."""
     training.optimizer.param_groups[0]["weight_decay"] = settings["later_decay"]
 
 
 def _run(training: Training, x: torch.Tensor, y: torch.Tensor, steps: int) -> list[float]:
     """Trains `steps` steps, each on the rows of its step number; the losses.
 
-    The schedule rests in every third step, so its place does not follow from the step's number.
+    The schedule pauses in every third step, so the step number does not give its state.
     """
     losses = []
     for _ in range(steps):
@@ -115,7 +115,7 @@ def _through_a_file(state: Any, context: Context, *, strict: bool) -> Any:
 
 
 def _hand(model: nn.Module) -> list[torch.Tensor]:
-    """What a training loop finds in a model beside its state: gradients, and the mode."""
+    """A model's gradients and train/eval modes, which are not in its state_dict."""
     nothing = torch.zeros(0)
     grads = [(nothing if p.grad is None else p.grad).clone() for p in model.parameters()]
     return [*grads, torch.tensor([m.training for m in model.modules()])]
@@ -377,7 +377,7 @@ def judge_rng(case: Case) -> Iterator[Finding]:
 
 
 def draw_sampler(draw: Draw) -> list[Values]:
-    """A sampler in the middle of its second epoch, at that one's end, and in the third."""
+    """A sampler in the middle of its second epoch, at the end of that epoch, and in the third."""
     rng = draw.shared()
     values = oracle.draw_parameters(rng, SIZES)
     values |= {

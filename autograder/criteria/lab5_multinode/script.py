@@ -73,11 +73,11 @@ def expected_training(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Final parameters and all losses of one process that trains on the global batches.
 
-    The other arguments are mistakes that a message may name, if they lead to the student's numbers:
+    Each option makes a known mistake, which a message names if it gives the student's numbers.
 
     Args:
-        factor: of the gradients; scheduled: whether the schedule goes on; part: trains on the first
-            of so many parts of each batch.
+        factor: of the gradients; scheduled: whether the scheduler makes steps; part: number of
+            parts of each batch, of which only the first is trained on.
     """
     job = inputs["job"]
     model = oracle.mlp(inputs, torch.float64)
@@ -93,7 +93,7 @@ def expected_training(
 def judge_script(case: Case) -> Iterator[Finding]:
     """Losses and parameters equal those of one process; only rank 0 writes, and when it should.
 
-    What is free stands at the head of this file.
+    The docstring of this file lists the free choices.
     """
     given, answer = case.inputs[0], case.answers[0]
     if wrong := _training(given, answer):
@@ -121,7 +121,7 @@ def judge_script(case: Case) -> Iterator[Finding]:
 
 
 def _training(given: Values, answer: Values) -> Finding | None:
-    """What is wrong with losses and parameters, with a reason where one leads to these numbers."""
+    """What is wrong with losses and parameters, and a known mistake that gives such losses."""
     parameters, losses = expected_training(given)
     got = answer.get("losses")
     hint = _reason(got, losses, given, answer)

@@ -21,10 +21,10 @@ from autograder.criteria.criterion import Case, Context, Finding, Values, per_ra
 from autograder.criteria.lab6_profiling.spans import is_same
 
 PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
-HANG_S = 25.0  # what has not ended by then hangs; below the deadline of the cell
+HANG_S = 25.0  # a call that has not ended by then hangs; below the deadline of the cell
 BATCHES = 60  # of the source whose batches are counted while they are loaded ahead
 MANY = 200_000  # batches of the source whose loop breaks off early
-ENOUGH = 1000  # of these may be made after that: a thread that stops makes one or two
+ENOUGH = 1000  # batches that may be made after that; a thread that stops makes one or two
 GRACE_S = 0.2  # too many requests to the source come within this time
 
 # --- ahead, but not too far -----------------------------------------------------------------------
@@ -66,7 +66,7 @@ def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
 def judge_ahead(case: Case) -> Iterator[Finding]:
     """While the loop uses a batch, `depth` batches are loaded ahead, and at most two more.
 
-    A queue, a condition and an executor are right.
+    A queue, a condition or an executor may be used.
     """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, depth in enumerate(inputs["depths"]):
@@ -122,13 +122,13 @@ def draw_ends(rng: np.random.Generator) -> Values:
 
 
 class DiskError(Exception):
-    """The error that the source raises; of no kind that anybody expects."""
+    """The error that the source raises; no submission can know its type."""
 
     sector: int | None = None
 
 
 # When the loop breaks off, the thread wants to put something into a full queue: a batch, the end or
-# an error. In the last case the loop has not begun, so that there need not be a thread.
+# an error. In the last case the loop has not begun, so there need not be a thread.
 BREAKS = (
     "a loop broke off after 3 batches",
     "a loop broke off after 3 batches, when the source was through and the queue full",
@@ -138,7 +138,7 @@ BREAKS = (
 
 
 def _source(kind: str, depth: int, made: list[int]) -> Iterator[int]:
-    """What the loop that breaks off is about to read; counts its batches in `made`."""
+    """The source of a loop that breaks off; counts its batches in `made`."""
     for number in range(3 + depth if kind in BREAKS[1:3] else MANY):
         made[0] += 1
         yield number
@@ -196,7 +196,7 @@ def _ends(work: Callable[[], Any]) -> bool:
     thread.start()
     thread.join(HANG_S)
     if errors:
-        raise errors.pop()  # of no list any more, so that nothing keeps the loop in it alive
+        raise errors.pop()  # off the list, which would keep the traceback and its loop alive
     return not thread.is_alive()
 
 
@@ -256,7 +256,7 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
 
 
 def _waits_for(what: str, taken: list[Any], before: set[threading.Thread]) -> Values:
-    """What to tell of a loop that never ended; it waits in one of the new threads."""
+    """The facts about a loop that never ended; one of the new threads runs the loop."""
     others = len(set(threading.enumerate()) - before) - 1
     return {"waits": [what, len(taken), others]}
 
@@ -268,7 +268,7 @@ def _observe_breaks(prefetch: Any, depth: int) -> Values:
     for kind in BREAKS:
         made = [0]
         loop = iter(prefetch(_source(kind, depth, made), depth))
-        with contextlib.suppress(DiskError):  # if it comes too early: that is told above
+        with contextlib.suppress(DiskError):  # if early, `before_error` shows that
             for _ in range(0 if kind == BREAKS[-1] else 3):
                 next(loop, None)
         time.sleep(GRACE_S)  # the queue is full now, and the thread waits for room
@@ -293,13 +293,13 @@ def _observe_breaks(prefetch: Any, depth: int) -> Values:
 
 
 def _described(batches: list[Any]) -> list[Any]:
-    """Batches as they were drawn, arrays as lists again; what is no such batch in words."""
+    """Batches in the form in which they were drawn; anything else as text."""
     lists = [b.tolist() if isinstance(b, np.ndarray) else b for b in batches]
     return [b if b is None or isinstance(b, int | list) else repr(b)[:80] for b in lists]
 
 
 def _threads_beside(known: set[threading.Thread]) -> int:
-    """How many other threads there are, once they have had time to end."""
+    """How many threads there are beside the known ones, once they have had time to end."""
     deadline = time.monotonic() + PATIENCE_S
     while set(threading.enumerate()) - known and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -373,7 +373,7 @@ def _break_problem(answer: Values, depth: int) -> str | None:
         )
         if before is None or after is None:
             return "the batches of a loop that breaks off were not counted."
-        # Another criterion judges a thread that is too far ahead, and it may be through by itself.
+        # A thread that is too far ahead is judged elsewhere; it may even have made all batches.
         if before <= 3 + depth + 2 and after > ENOUGH:
             return (
                 f"{kind}, and after that the thread made {after:.0f} more. It has to stop then, "
@@ -395,7 +395,7 @@ def _break_problem(answer: Values, depth: int) -> str | None:
     return None
 
 
-# What is said of each break; whoever comes to one has passed those before it.
+# The hint for each break; a submission that fails at one has passed those before it.
 _MORE = {
     BREAKS[0]: "The thread has to notice that the loop has gone.",
     BREAKS[1]: "With batches left the thread did end; with only the end left to tell it must, too.",

@@ -89,7 +89,7 @@ def draw_plans(rng: np.random.Generator) -> Values:
         sizes[int(rng.integers(len(sizes)))] = 20 * unit
         sizes[-2:] = [2 * unit, 3 * unit]  # together exactly the first cap, 5 units
         cap = (5, 8, 10, 1, 500)[number] * unit
-        if number == 2:  # caps are sum(sizes) / k: no whole number of bytes, and no more than it
+        if number == 2:  # a fractional cap, as sum(sizes) / k may be; 10 units exceed it
             sizes[-3:] = [3 * unit, 4 * unit, 3 * unit]
             cap -= 0.25
         cases.append({"sizes": sizes, "cap": cap})
@@ -182,8 +182,8 @@ def all_reduce_of(network: Values) -> Callable[[float], float]:
 def draw_predictions(rng: np.random.Generator) -> Values:
     """Plans in reverse order, two of them on a fast network, and plans in random order.
 
-    Of the last two plans, one leaves out the gradients that backward delivers last, and one some
-    that others follow.
+    The last two plans leave out gradients: one those that backward delivers last, the other one
+    those of a bucket in the middle.
     """
     cases: list[Any] = []
     for number in range(8):
@@ -278,15 +278,15 @@ def _explain_prediction(got: Any, drawn: Values) -> str:
 def draw_tuning(rng: np.random.Generator) -> Values:
     """Networks with high latency and huge gradients, or low bandwidth and small gradients.
 
-    On one of them the gradient that comes first is as large as all others together, and the best
-    caps are far below it. On another the best caps are many and still not one for each gradient.
+    On one of them the last gradient is as large as all others together, and the best cap is far
+    below its size. On another, the best plan has many buckets, but not one for each gradient.
     """
     cases: list[Any] = []
     for number in range(5):
         # The last network has more gradients than there are measurements.
         count = int(rng.integers(28, 36)) if number < 4 else int(rng.integers(90, 120))
         if number == 4:
-            # Alone they queue for latency, and an eighth of the bytes is much to wait for.
+            # One bucket per gradient pays too much latency; an eighth of the bytes ends too late.
             network = draw_network(
                 rng, float(rng.uniform(0.3, 0.35)), float(rng.uniform(0.82, 0.86)), count
             )
@@ -336,7 +336,7 @@ def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:
 def judge_tuning(case: Case) -> Iterator[Finding]:
     """The plan is about as good as the best equal caps, which are at least 90 % efficient.
 
-    It may come of any search, by caps or by borders between buckets.
+    Any search may find the plan, by caps or by borders between buckets.
     """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, network in enumerate(inputs["cases"]):

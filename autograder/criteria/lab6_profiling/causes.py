@@ -1,15 +1,14 @@
 """Criteria for finding what slows a run down: each asks for one line of the lab's table.
 
 A run is made from a table: seconds of each part, per step and rank, which are drawn. So a criterion
-can ask for its own cause alone. Its runs are wrong for whoever takes a wrong aggregate for this
-cause (a mean for the most, one rank for all), and all other causes are so small and so equal on all
-ranks that no aggregate of them changes anything. What has to do with all causes (the warm-up
-step, sums over steps, the limit, what hides behind computation, any number of ranks) is asked for
-by "none" alone; all other runs have three ranks, like those that the lab makes up.
+can ask for its own cause alone. A submission that aggregates this cause wrongly (the mean in place
+of the maximum, one rank in place of all) fails in some of its runs. All other causes are so small
+and so equal on all ranks that their aggregates do not matter. Only "none" asks for what concerns
+all causes: the warm-up step, sums over steps, the limit, work hidden behind computation, any number
+of ranks. All other runs have three ranks, like those that the lab makes up.
 
-A run must be called by the cause, or must not be called by it; what else a run is called that must
-not be called so is judged elsewhere. Choices that pass: any way to add up, a largest loss among
-equal ones, one window over all steps that count.
+The answer for a run must be the cause, or must be any name but the cause. Choices that pass: any
+way to add up, any of several equal losses, one window over all steps that count.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def _buckets(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
         for part, share in ((longer, float(rng.uniform(0.14, 0.16))), *((o, 0.09) for o in others)):
             run.add(part, share, [guilty % run.num_ranks])
             waited += share
-        if longer == "copy":  # that one has no exposed communication at all
+        if longer == "copy":  # the guilty rank has no exposed communication
             run.parts["communication"][:, guilty] = 0.0
         run.add("communication", waited, _all_but(run.num_ranks, guilty))
         why = "all ranks but one only wait for that one; the rank with least communication counts"
@@ -164,7 +163,7 @@ def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
 
     run = Run.quiet(rng, ranks=5)
     run.add("compute", 0.25, [int(rng.integers(3, 5))])
-    run.add("communication", 0.25, [0])  # whoever looks at this rank alone loses another criterion
+    run.add("communication", 0.25, [0])  # code that looks at rank 0 alone fails elsewhere, not here
     yield False, run, "one of five ranks computes longer, and it is not among the first three"
 
     run = Run.quiet(rng, steps=6, small=0.0)

@@ -66,7 +66,7 @@ def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values
 def judge_mean(case: Case) -> Iterator[Finding]:
     """Gradients are the mean over ranks, in every step and on every rank.
 
-    They may be divided before they travel or after; p.grad may be the old tensor or another.
+    They may be divided before or after the all-reduce; p.grad may be the old tensor or a new one.
     """
     for step in range(STEPS):
         local = [
@@ -180,7 +180,7 @@ def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Value
 def _all_reduces(case: Case, rank: int, step: int) -> list[Collective] | Finding:
     """The all-reduces of one step, in the order of their calls, or what is wrong.
 
-    They are issued from the step's backward on, and before the next step goes forward.
+    Those count that are issued after the step's backward begins and before the next forward.
     """
     events = case.trace.events[rank]
     if problem := find_ahead(events, rank) or find_disorder(events, rank):
@@ -253,8 +253,8 @@ def _sends_problem(case: Case, rank: int, step: int, local: list[np.ndarray]) ->
 def judge_efficiency(case: Case) -> Iterator[Finding]:
     """At least 90 % of the steps' virtual time is computation.
 
-    In every step all gradients travel, nothing waits while backward goes on, and what travels is
-    waited for before the next step.
+    In every step all gradients travel, nothing waits while backward goes on, and every all-reduce
+    is waited for before the next step.
     """
     if wrong := _missing_gradients(case) or _waits_in_backward(case) or _left_under_way(case):
         yield wrong
@@ -312,7 +312,7 @@ def _missing_gradients(case: Case) -> Finding | None:
 
 
 def _waits_in_backward(case: Case) -> Finding | None:
-    """A finding if a rank waited for a collective and went on with backward, in any step."""
+    """A finding if a rank waited for a collective before the last layer of a step's backward."""
     for rank, events in enumerate(case.trace.events):
         for step in range(STEPS):
             backward = [i for i, e in enumerate(events) if is_compute(e, "backward", step)]
@@ -327,8 +327,7 @@ def _waits_in_backward(case: Case) -> Finding | None:
 
 
 def _left_under_way(case: Case) -> Finding | None:
-    """A finding if a rank began the next step, or ended, with an all-reduce that it had not waited
-    for."""
+    """A finding if a rank has not waited for each all-reduce before the next step or the end."""
     for rank, events in enumerate(case.trace.events):
         for step in range(STEPS):
             found = _all_reduces(case, rank, step)
@@ -348,12 +347,12 @@ def _left_under_way(case: Case) -> Finding | None:
 
 
 def _late(case: Case) -> Finding | None:
-    """A finding if a bucket was complete, in any step, and did not start before the next layer."""
+    """A finding if a complete bucket was not sent before the next layer's backward, in any step."""
     plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
     kinds = {c.key: c for c in case.trace.collectives if reaches_all(c, case.world_size)}
     for rank, events in enumerate(case.trace.events):
         for step in range(STEPS):
-            sent, there = 0, LAYERS  # bytes that travel; the layers from this one on are through
+            sent, there = 0, LAYERS  # bytes sent; gradients from this layer on are ready
             for event in events[_first_backward(events, step) :]:
                 if is_compute(event, "backward", step):
                     complete = [all(i >= there for i in bucket) for bucket in plan]

@@ -68,8 +68,8 @@ def observe(buckets_class: Any, inputs: Values, context: Context) -> Values:
     """Seconds and one gradient of steps with the student's buckets and of steps without.
 
     Raises:
-        HardwareMissingError: there is one rank, which sends nothing: what it would be measured on
-            is Python's own time.
+        HardwareMissingError: there is only one rank, which sends nothing; its time would be only
+            Python's own.
     """
     if context.world_size == 1:
         raise HardwareMissingError("It needs two ranks or more, with a GPU each.")
@@ -121,7 +121,7 @@ def _choose_samples(step: _Step, device: torch.device) -> int:
 
 
 def _is_gradient(value: np.ndarray) -> bool:
-    """Whether this can be the last bias's gradient: of a mean over many numbers, so far below 1."""
+    """Whether this can be the last bias's gradient; a mean over many numbers makes it small."""
     return (
         value.dtype.kind == "f"
         and value.shape == (WIDTH,)

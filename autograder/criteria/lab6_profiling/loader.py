@@ -44,7 +44,7 @@ class SlowLoader:
         for batch, seconds in zip(self.batches, self.load_s, strict=True):
             self.now += seconds
             yield batch
-        self.now += sum(self.load_s)  # its workers end; nobody waits for a batch meanwhile
+        self.now += sum(self.load_s)  # its workers end; this is no waiting for a batch
 
     def step(self, batch: int | None) -> None:
         """Queues one step's work."""
@@ -146,7 +146,7 @@ def draw_settings(rng: np.random.Generator) -> Values:
     cases: list[Any] = []
     for number in range(8):
         step_s = float(rng.uniform(0.01, 0.2))
-        # Rounded to the next whole number, one of them would be too few and one too many.
+        # For case 0, round() + 1 is one too many; for most others, round() is one too few.
         part = float(rng.uniform(0.1, 0.4) if number == 0 else rng.uniform(0.6, 0.9))
         workers = int(rng.integers(1, 7))
         if number in (4, 5):  # load_s is an exact multiple of step_s, without rounding
@@ -199,7 +199,7 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
 def judge_settings(case: Case) -> Iterator[Finding]:
     """The workers that a step needs, up to the rank's share of cores; pinned memory for a GPU.
 
-    What a DataLoader makes of the settings counts: an entry that is left to its default may be so.
+    The DataLoader made from the settings is judged, so a setting may be left to its default.
     """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):

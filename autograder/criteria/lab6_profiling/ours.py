@@ -1,4 +1,4 @@
-"""Ours, for what a student has written in an earlier task and calls in a later one."""
+"""Our versions of functions that a student writes in one task and calls in a later one."""
 
 from autograder.criteria.lab6_profiling.buckets import fill_buckets as plan_buckets
 from autograder.criteria.lab6_profiling.shares import breakdown, overlap, utilisation

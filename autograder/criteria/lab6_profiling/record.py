@@ -42,7 +42,7 @@ from autograder.criteria.lab6_profiling.spans import (
 def draw_record(draw: Draw) -> list[Values]:
     """The numbers of warm-up and profiled steps of two runs, and a label that only this rank knows.
 
-    The first run has no warm-up; so the second one is not warm because of the first.
+    The first run has no warm-up, so it cannot stand for the warm-up of the second.
     """
     rng = draw.shared()
     runs = [
@@ -74,7 +74,7 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
 
 def _train(weight: torch.Tensor) -> None:
     total = (weight @ weight).sum()
-    total.backward()  # with it arrows get into the trace
+    total.backward()  # adds arrows (flow events) to the trace
     dist.all_reduce(total.detach())
 
 
@@ -118,7 +118,7 @@ def _record(profile_steps: Any, run: Values, label: str, context: Context) -> Va
 
 
 def _as_events(found: Any) -> list[Any]:
-    """What profile_steps returned as a list; an error says what came if it is no list of events."""
+    """The events that profile_steps returned; raises a TypeError for anything else."""
     if isinstance(found, dict) or not hasattr(found, "__iter__"):
         raise TypeError(
             f"profile_steps returned {described(found)}, expected the list of events: what the "
@@ -229,8 +229,8 @@ def _draw_events(
         rng, traces = draw.private(rank), []
         begin = float(rng.integers(1 << 30)) + 0.375  # no whole microsecond
         for number in range(2 if make is _cpu_events else 3):
-            # Each trace begins earlier than the one before, so that operators of it lie where that
-            # has a loader: each trace is read for itself.
+            # Each trace begins 1 ms before the previous one. So some of its operators lie where the
+            # previous trace has a loader: code that mixes the traces fails.
             record = _Recorder(rng, begin - 1000 * number)
             record.noise(make is _cpu_events)
             make(record, rng, number)
@@ -264,10 +264,10 @@ class _Recorder:
         )
 
     def noise(self, lasting: bool) -> None:
-        """Adds events that must not become spans; `lasting`: one of them that has a length, too."""
+        """Adds events that must not become spans; `lasting`: one of them has a length."""
         for phase in ("M", "i", "s", "f"):
             event = {"ph": phase, "name": draw_name(self.rng), "pid": 77, "tid": 1, "ts": self.base}
-            # An asynchronous event has a length, too.
+            # Only ph "X" makes a span, whatever the category and the length.
             extra = {"cat": "cpu_op", "dur": 8500.0} if phase == "i" and lasting else {}
             self.events.append(event | extra)
         self.add("PyTorch Profiler (0)", "Trace", 1, 0, 9000)
@@ -305,7 +305,7 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> Non
     record.each("host: ", "user_annotation", 1, 5000, 6000, 2)
     record.add("enumerate(DataLoader)#by_hand", "cpu_op", 3, 8600, 8700)  # of any category
     record.add("aten::stack", "cpu_op", 3, 8620, 8680)
-    record.each("gloo:", "cpu_op", 1, 8700, 8740, 2)  # only an annotation of ours counts
+    record.each("gloo:", "cpu_op", 1, 8700, 8740, 2)  # counts as a user_annotation only
     record.each("host: ", "cpu_op", 1, 8740, 8780, 2)
     record.add("aten::" + draw_name(rng), "cpu_op", 1, 8785, 8785.5)  # shorter than a microsecond
     record.each("about host: ", "user_annotation", 1, 6000, 7000, 2)  # only contains host:
@@ -316,7 +316,7 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> Non
 def _gpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> None:
     if number < 2:
         record.each("ncclDevKernel_", "kernel", 13, 1000, 4000, 4)
-    if number == 0:  # the second has no kernel that computes, and is one of a GPU all the same
+    if number == 0:  # trace 1 has only nccl kernels, and still counts as one of a GPU
         record.each("kernel_", "kernel", 7, 0, 3000, 6)
         record.each("copy_for_nccl_", "kernel", 7, 3000, 3500, 2)
     record.each("Memcpy HtoD ", "gpu_memcpy", 9, 3000, 5000, 3)
@@ -358,7 +358,7 @@ def _as_spans(found: Any) -> list[Span]:
 
 
 def _read(events: list[Values]) -> list[str]:
-    """All that is in the events, in no order."""
+    """All that is in the events, whatever their order."""
     return sorted(repr(sorted(event.items(), key=repr)) for event in events)
 
 
@@ -425,7 +425,7 @@ def _times(kind: str, spans: list[Span]) -> set[tuple[float, float]]:
 
 
 def _is_rounded(kind: str, got: list[Span], right: list[Span]) -> bool:
-    """Whether the spans of a kind are the right ones but for fractions of a microsecond."""
+    """Whether the spans of a kind are right up to fractions of a microsecond."""
     wanted, given = (sorted(_times(kind, spans)) for spans in (right, got))
     pairs = list(zip(wanted, given, strict=False))
     return len(wanted) == len(given) and all(

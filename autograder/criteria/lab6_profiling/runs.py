@@ -19,10 +19,10 @@ class Run:
 
     Attributes:
         lengths: of the steps; all ranks share them.
-        parts: kind -> seconds of each [step, rank] in which it is the part of `breakdown`.
-        hidden: kind -> share of the computation beside which it runs, too.
+        parts: kind -> array [step, rank] of the seconds that `breakdown` should give this kind.
+        hidden: kind -> share of the computation during which this kind runs as well.
         across: a kind whose spans go on from the end of a step into the next one.
-        beyond: a share of a step for which spans of that kind go on beyond the end of the last one.
+        beyond: the share of a step for which spans of that kind go on after the last step.
     """
 
     lengths: np.ndarray
@@ -137,7 +137,7 @@ class Run:
 
 
 def _joined(spans: list[Span], kind: str) -> list[Span]:
-    """The spans, in which two of this kind that touch at the end of a step are one."""
+    """The spans; two of this kind that touch at the end of a step become one."""
     kept = [s for s in spans if s.kind != kind]
     for rank in {s.rank for s in spans}:
         own = sorted((s for s in spans if s.kind == kind and s.rank == rank), key=lambda s: s.start)

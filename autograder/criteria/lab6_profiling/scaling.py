@@ -142,9 +142,9 @@ def _explain(
 def draw_report(rng: np.random.Generator) -> Values:
     """Logs of weak and strong scaling, in any order, on a machine that is slow in some rounds.
 
-    In strong scaling the batch does not divide, so ranks together have less of it than one rank.
-    The fewest ranks are one in some logs and two in others. The last rounds are not complete: once
-    the fewest ranks are missing, once the most.
+    In strong scaling the ranks cannot divide the batch evenly, so together they process fewer rows.
+    The fewest ranks are one in some logs and two in others. Of the last two rounds, one lacks the
+    run with the most ranks and the other one that with the fewest.
     """
     logs = []
     for first in (1, 2):
@@ -199,7 +199,7 @@ def _rows(report: Any) -> list[list[Any]]:
 
 
 def judge_report(case: Case) -> Iterator[Finding]:
-    """What is reported is what the log says: nothing depends on how fast anything is."""
+    """The report follows from the log alone: no real time matters."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, lines in enumerate(inputs["logs"]):
             problem = _report_problem(item_of(answer.get("reports"), number), lines)
@@ -299,7 +299,7 @@ class DriftingMachine:
         return self.now
 
     def slow(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        """The collective, for which the caller waits as long as for a step."""
+        """The collective, made to take as long as a step."""
 
         def waits(*args: Any, **kwargs: Any) -> Any:
             self.now += self.seconds[True]
@@ -308,15 +308,15 @@ class DriftingMachine:
         return waits
 
 
-BUSY_S = 0.5  # so long the device is still at work when the measurement begins
-# What finds the slowest rank; whoever times that as well times too much.
+BUSY_S = 0.5  # when the measurement begins, the device is still busy for so long
+# Collectives that may find the slowest rank; the measured times must not contain theirs.
 _MAXIMA = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
 
 
 def draw_overhead(draw: Draw) -> list[Values]:
     """The slowest rank with communication is not the slowest one without; the machine drifts.
 
-    The number of rounds is even: the median is between the two in the middle.
+    The number of rounds is even: the median is the mean of the two in the middle.
     """
     rng, world_size = draw.shared(), draw.world_size
     rounds = int(rng.integers(4, 8)) * 2
@@ -324,8 +324,8 @@ def draw_overhead(draw: Draw) -> list[Values]:
     speed[int(rng.integers(rounds))] *= 8
     noise = rng.uniform(1.0, 1.3, rounds)
     noise[int(rng.integers(1, rounds))] *= 5  # far from the median, so that a mean is wrong
-    noise[0] = 0.9  # the smallest share, unless what the device still does counts for it
-    faster = rng.uniform(0.3, 0.39, rounds)  # without communication it happens to be slower
+    noise[0] = 0.9  # the smallest share, unless BUSY_S is counted as part of the step
+    faster = rng.uniform(0.3, 0.39, rounds)  # the step without communication is slower
     slow_alone, slow_with = rng.permutation(max(2, world_size)).tolist()[:2]
     inputs = []
     for rank in range(world_size):
@@ -415,7 +415,7 @@ def _overhead_hint(case: Case, rank: int, number: int, got: Any) -> str:
     hints = _matching(case, number, got)
     others = item_of(case.answers[rank].get("shares"), 1 - number)
     both = [hint for hint in hints if hint in _matching(case, 1 - number, others)]
-    for hint in [*both, *hints]:  # by chance the last round, say, is one in the middle
+    for hint in [*both, *hints]:  # `both` first: one share alone may fit by chance
         return hint
     return (
         "Does every round run both kinds and give one ratio? And at each first look at the clock: "

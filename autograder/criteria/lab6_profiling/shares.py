@@ -99,7 +99,7 @@ def draw_utilisation(draw: Draw) -> list[Values]:
 
 
 def draw_overlap(draw: Draw) -> list[Values]:
-    """Communication that is hidden fully, partly or not at all; or none, here or anywhere."""
+    """Communication that is hidden fully, partly or not at all; outside the window; or absent."""
 
     def make(rng: np.random.Generator, number: int, end: float) -> list[Span]:
         spans = _row(rng, "compute", -0.2 * end, 0.7 * end, 4 if number else 7)
@@ -146,8 +146,8 @@ def draw_breakdown(draw: Draw) -> list[Values]:
 def draw_export(rng: np.random.Generator) -> Values:
     """Several ranks; spans of different kinds overlap, those of one kind do not.
 
-    One span of each rank has no length. Two that overlap have one name: what is loaded is copied,
-    say, so a name does not tell kinds apart.
+    One span of each rank has no length. Two spans of different kinds overlap and have the same
+    name, so a name does not tell kinds apart.
     """
     spans = []
     for r in range(3):
@@ -254,7 +254,7 @@ def judge_utilisation(case: Case) -> Iterator[Finding]:
 
 
 def _as_given(spans: list[Span], start: float, end: float) -> float:
-    """The seconds that a walk over the spans finds which takes them for sorted."""
+    """The seconds that a walk over the spans finds if it takes them for sorted."""
     found, reached = 0.0, start
     for span in spans:
         if min(span.end, end) > max(span.start, reached):

@@ -22,7 +22,7 @@ _LOADER = "Task 4, load data ahead"
 _BUCKETS = "Task 5, buckets that fit the network"
 _SCALING = "Task 6, how it scales"
 
-# What later functions may call, and the criteria that judge it.
+# Functions that later ones may call, and the criteria that judge them.
 _UTILISATION = ("covered", "utilisation")
 _OVERLAP = (*_UTILISATION, "overlap")
 _after_utilisation: dict[str, Any] = {"stand_ins": _UTILISATION, "relies_on": ("prof_utilisation",)}

@@ -39,7 +39,7 @@ _MAX_BITS = 255 * 8 - 1  # torch.load knows integers of up to 255 bytes
 _OF_TORCH = (torch.dtype, torch.device, torch.layout)
 _FACTORIES = (None, list, dict, set, int, float, str, bool, tuple)  # of defaultdicts
 _DTYPES = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
-# Besides what torch.load allows by itself. numpy has moved the two functions once already.
+# In addition to what torch.load allows. `__reduce__` finds two functions that numpy has moved once.
 LOADABLE: list[Any] = [
     *(deque, defaultdict, frozenset, range, slice, *_FACTORIES[1:]),
     *(np.ndarray, np.dtype, np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0], *_DTYPES),
@@ -59,13 +59,13 @@ _HINTS: dict[type, str] = {
 def snapshot(value: Any, path: str, *, copy: bool) -> Any:
     """The same structure on the CPU, of types that a checkpoint can hold.
 
-    What occurs twice in the state, such as a tied weight, occurs twice in the result and is one.
-    Views of tensors become tensors of their own, so that a small part does not bring its whole
-    storage along.
+    An object that occurs twice in the state, such as a tied weight, is one object in the result,
+    too. A view of a tensor becomes a separate tensor, so that a small part is saved without the
+    rest of its storage.
 
     Args:
         path: the name of the state in messages.
-        copy: copy what training may change in place; otherwise only what is on another device.
+        copy: copy what training may change in place; otherwise only what is on a different device.
 
     Raises:
         ValueError: a value could not be read again; the message has its path and type.
@@ -74,7 +74,7 @@ def snapshot(value: Any, path: str, *, copy: bool) -> Any:
 
 
 class _PickledCall:
-    """Is written into the file as a call of `function`. So torch.load reads a deque, say."""
+    """Is pickled as a call of `function`, so that torch.load can read a deque, say."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._reduced = (function, arguments)

@@ -88,7 +88,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank, if any rank failed, also if a state holds a value that
-                could not be read again (`snapshot`), or ranks give different steps or see other
+                could not be read again (`snapshot`), or ranks give different steps or see different
                 folders. Earlier checkpoints are untouched.
         """
         step = self._begin(step)

@@ -73,7 +73,7 @@ def gather_texts(
     All messages have the same fixed size, so this works whatever the ranks disagree on.
 
     Args:
-        num_bytes: size of a message. A longer text is cut, and ends with the digest of the whole.
+        num_bytes: size of a message. A longer text is cut, and ends with the whole text's digest.
 
     Returns:
         The texts in the order of the ranks, and the bytes that this rank sent.

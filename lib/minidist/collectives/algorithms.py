@@ -169,8 +169,8 @@ def tree_steps(world_size: int, num_chunks: int = 1) -> Schedule:
     """All-reduce over one binary tree: reduce up to the root, then broadcast down.
 
     Args:
-        num_chunks: K chunks follow each other through the tree. Each is one step, and so one level,
-            behind the chunk before it. The first chunks go down while the last still go up.
+        num_chunks: K chunks follow each other through the tree. Each chunk is one step, hence one
+            level, behind the chunk before it. The first chunks go down while the last still go up.
     """
     k = _positive("num_chunks", num_chunks)
     return _over_tree("tree all-reduce", tree_parents(world_size), k)

@@ -48,7 +48,7 @@ def all_to_all(
             sizes that the receivers expect.
 
     Raises:
-        ValueError: not N tensors; or `inputs[r]` and `outputs[r]` of this rank r differ in size.
+        ValueError: not N tensors; or this rank r's own `inputs[r]` and `outputs[r]` differ in size.
         MismatchError: with `check`, on every rank. Without `check`, an output whose size differs
             from the arriving message is not detected, or ends the process (gloo).
     """

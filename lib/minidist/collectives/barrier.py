@@ -37,7 +37,7 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout_s: float =
     def key(who: object, round: int = number) -> str:
         return f"minidist/barrier/{name}/{round}/{who}"
 
-    # All ranks were at the last barrier, so nobody waits for keys of the one before.
+    # All ranks were at the last barrier, so no rank waits for keys of the barrier before that.
     store.delete_key(key(rank, number - 2))
     store.set(key(rank), "")
     end_s = time.monotonic() + timeout_s

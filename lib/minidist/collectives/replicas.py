@@ -48,7 +48,7 @@ def raise_on_all(
     """Collective: raise on every rank if any rank has a problem, so that no rank waits for it.
 
     Raises:
-        ValueError: on every rank: the ranks of the group with a problem, and what it is.
+        ValueError: on every rank: the ranks of the group with a problem, and each one's problem.
     """
     every: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, problem, group=group)
@@ -86,7 +86,7 @@ def broadcast_tensors(
         pieces = flat.split([t.numel() for t in members])
         for tensor, piece in zip(members, pieces, strict=True):
             # .data: autograd may have saved this buffer for a backward pass that does not read the
-            # value (BatchNorm in training mode). A write through .data does not raise its error.
+            # value (BatchNorm in training mode), and would raise an error after a plain write.
             tensor.data.copy_(piece.view(tensor.shape))
 
 

@@ -11,7 +11,7 @@
                        network one per node
     at least           launch_s, the time in which the host launches the kernels
 
-A product with few rows fills the chip badly: that is what r says. A term for thin products (few
+A product with few rows fills the chip badly: r models this. A term for thin products (few
 columns after tensor parallelism) was tried; the calibration rows fitted it to zero. `GPU` has
 e_max, r, e_attention and e_memory, one set per generation; `Software` has the rest.
 """
@@ -171,7 +171,7 @@ def block_seconds(
         scores_s=attention_s + traffic_s("none") - traffic_s("selective"),
     )
     tensor_s = passes * _tensor(model, p, node, tokens)
-    if p.tp <= node.num_gpus:  # what hides it copies over NVLink while products run
+    if p.tp <= node.num_gpus:  # it is hidden by copies over NVLink beside the products
         tensor_s *= software.tensor_exposed
     context_s = _context(model, p, node, micro_batch, attention_s) if p.cp > 1 else 0.0
     expert_s = passes * _expert(model, p, node, tokens) if p.ep > 1 else 0.0
@@ -248,8 +248,8 @@ def _expert(model: Transformer, p: ParallelismConfig, node: Node, tokens: float)
     """Tokens go to their experts and come back: two all-to-alls, in the layers with experts.
 
     Over the network a token travels once to each node that it visits, and is copied there
-    (DeepSeek-V3, arXiv 2412.19437, section 3.2.2). Groups of ep ranks are laid out before the
-    pipeline, so that up to a node of them is one."""
+    (DeepSeek-V3, arXiv 2412.19437, section 3.2.2). The ranks of an ep group are taken to be
+    neighbours: a group that is not larger than a node lies inside one node."""
     per_token = model.width * BYTES
     mine = tokens / p.tp
     inside = node.intra_node.attainable

@@ -87,7 +87,7 @@ class GPU:
         the speed of products with the third root of the power.
 
         Raises:
-            ValueError: the limit is not above 0 or is above the chip's own, or that is not known.
+            ValueError: the limit is not above 0 or is above the chip's, or the chip's is unknown.
         """
         if not 0 < watts <= self.power_w:
             raise ValueError(

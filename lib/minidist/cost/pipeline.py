@@ -150,7 +150,7 @@ def naive_model_parallel(
     layer_s: float,
     transfer_s: float,
 ) -> NaiveModelParallel:
-    """One batch through all layers and, as fast, back, without micro-batches.
+    """One batch through all layers and back at the same speed, without micro-batches.
 
     forward = l * layer + (n-1) * transfer, also if the layers do not divide evenly over the GPUs.
     utilisation = busy GPU time / (n * total): at most 1/n, for any transfer time.

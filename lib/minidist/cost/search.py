@@ -299,7 +299,7 @@ def search(job: TrainingJob) -> Found:
             memory = pricer.memory(p, micro_batch, m, recompute)
             least = found.smallest.memory.total if found.smallest else math.inf
             if memory.total > 2 * budget and (not allowed or memory.total >= least):
-                continue  # nothing asks for its step
+                continue  # no caller needs its step
             candidate = pricer.price(p, micro_batch, m, recompute, memory)
             if memory.total <= budget:
                 # More recomputation would only cost time.

@@ -9,7 +9,7 @@ states once. All ranks wait for the slowest, which costs a little more with ever
 
 One set of constants per GPU generation and per software is fitted to the calibration rows in
 `minidist/plan/published`; `make planner-report` prints every prediction beside the published
-figure. The error of a prediction of its kind is `minidist.plan.error_bar`.
+figure. `minidist.plan.error_bar` gives the error of the predictions of one kind.
 
 Example: GPT-3 on 1,024 A100s, close to the 34 days of arXiv 2104.04473.
 

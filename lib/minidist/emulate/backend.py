@@ -1,7 +1,7 @@
 """The torch.distributed backend "emulated": collectives that travel through the broker.
 
 A collective's data is sent when the collective is called, and fetched when the rank waits for it.
-Whoever writes to what is sent before `wait()` gets an error: on a real network it would be a race.
+Writing to a sent tensor before `wait()` raises an error: on a real network it would be a race.
 The order of messages on the rank's one connection is the order of events in virtual time, see
 [Note: how virtual time is replayed]. Importing this module registers the backend; `emulated_world`
 makes it the default process group for a block.

@@ -57,7 +57,7 @@ class EmulatedGroup(NamedGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:  # type: ignore[override]
-        return [torch.device("cpu")]  # torch sends objects and whole state dicts through it
+        return [torch.device("cpu")]  # torch sends objects and state dicts from this device
 
     def __repr__(self) -> str:
         return f"EmulatedGroup({self._group_name!r}, ranks {list(self._ranks)})"

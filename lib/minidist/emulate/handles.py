@@ -16,7 +16,7 @@ from minidist.emulate.tensors import Tensors, to_bytes
 
 
 class InFlight:
-    """Tells whether what a collective sends was written to before its `wait`.
+    """Detects writes to the tensors that a collective sends, between the call and `wait`.
 
     The broker has a copy, so its result is right. A real network reads the tensors meanwhile.
     """
@@ -36,7 +36,7 @@ class InFlight:
             return
         with torch.no_grad(), _disable_current_modes():
             data = to_bytes(self._tensors, self._tensors[0].dtype)
-        # Views of one tensor count their writes together, so a write may have been beside it.
+        # Views of one tensor count their writes together, so a different view may be written.
         if _sum_of(data) != self._sum:
             first = self._tensors[0]
             what = f"{self._kind}({str(first.dtype).removeprefix('torch.')}{list(first.shape)})"
@@ -94,10 +94,10 @@ class EmulatedWork(dist._Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """A completed future; C++ code that waits for it (DDP's reducer) does so at backward's end.
+        """A completed future: a thread that completed it later would also run its callbacks.
 
-        The result is fetched at once. If a reader thread completed futures, it would also run
-        their callbacks, which may call collectives.
+        Callbacks may call collectives. During backward, the wait is reported at the end of
+        backward, because DDP's reducer (C++ code, whose waits are not seen) waits there.
         """
         with self._lock:
             if not self._fetched:

@@ -64,8 +64,8 @@ class Session:
         self._ledger = Ledger(world_size, plan, max_events)
         self._slots: dict[str, Slot] = {}
         self._waiting: dict[str, Slot] = {}  # slots with unanswered fetches
-        self._groups: dict[str, tuple[tuple[int, ...], int]] = {}  # ranks, and who named it first
-        self._apart: set[int] = set()  # ranks that have named a group as others named another
+        self._groups: dict[str, tuple[tuple[int, ...], int]] = {}  # ranks, and the first caller
+        self._apart: set[int] = set()  # ranks that gave a group's name to different members
         self._counts: dict[tuple[str, int], int] = {}
         self._message_counts: dict[tuple[str, int], int] = {}
         self._bytes = 0
@@ -314,7 +314,7 @@ class Session:
         return name, members
 
     def _named(self, members: tuple[int, ...]) -> str:
-        """A group for an error text, where a person cannot know its number."""
+        """A group in an error text, by its ranks: a reader cannot know its number."""
         return "all ranks" if len(members) == self.world_size else f"the ranks {list(members)}"
 
     def _slot_of(self, rank: int, header: dict[str, Any]) -> Slot:

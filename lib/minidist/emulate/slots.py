@@ -55,7 +55,7 @@ class Slot:
         return self.record.kind == "send"
 
     def absent(self) -> list[int]:
-        """Ranks that have not called it; for a message always the sender, the only one awaited."""
+        """Ranks that have not called it; for a message always the sender: only it is awaited."""
         if self.is_message:
             return [self.members[0]]
         return [rank for rank in self.members if rank not in self.calls]
@@ -89,10 +89,10 @@ class Slot:
 
     def _deliver(self) -> bool:
         sent, wanted = sorted(self.calls.values(), key=lambda c: c.kind, reverse=True)
-        # Not the shapes: gloo and NCCL send a flat tensor into a buffer with the layer's shape.
+        # Shapes may differ: gloo and NCCL send a flat tensor into a buffer with the layer's shape.
         if (sent.dtype, sent.numel) != (wanted.dtype, wanted.numel):
             return False
-        self.record.shape = sent.shape  # not that of whoever came first
+        self.record.shape = sent.shape  # not that of the first caller
         self.ready.add(wanted.rank)
         self.results[wanted.rank] = sent.payload
         sent.payload = np.empty(0, np.uint8)  # so that the payload is freed after the fetch

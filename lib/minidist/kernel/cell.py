@@ -41,7 +41,7 @@ class Cell:
     answers: list[str] = field(default_factory=list)
     asked: int = 0
     inputs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    read_bytes: Counter[int] = field(default_factory=Counter)  # of each rank's output
+    read_bytes: Counter[int] = field(default_factory=Counter)  # per rank: output that was parsed
     interrupted: bool = False
     cut: bool = False  # whether connections of a rank were shut down to free it
     broken: dict[str, Any] | None = None  # why it ended without replies: lost, hang, deadline

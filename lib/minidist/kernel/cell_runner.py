@@ -237,7 +237,7 @@ class CellRunner:
     async def _again(
         self, past: Past, idents: list[bytes], request: dict[str, Any], keeps: bool
     ) -> dict[str, Any]:
-        """Rerun a cell under its old number, without output: the notebook already shows that."""
+        """Rerun a cell under its old number. The notebook shows its output already, so drop it."""
         try:
             plan = magics.read(past.code, self.generations.count)
         except magics.MagicError as error:

@@ -110,8 +110,8 @@ class Front:
         parent, client = os.getppid(), self._options.client
         if client is None:
             # A different program may start kernels for the client; then that program is the
-            # parent. But jupyter_client makes each kernel lead a session: if this process does
-            # and its parent is init, then the client has ended and init has adopted it.
+            # parent. But jupyter_client makes each kernel lead a session: if this process leads
+            # one and its parent is init, then the client has ended and init has adopted the kernel.
             adopted = parent == 1 and os.getsid(0) == os.getpid()
             client = int(os.environ["JPY_PARENT_PID"]) if adopted else parent
         while os.getppid() == client:
@@ -161,7 +161,7 @@ class Front:
             self._answer(channel, idents, message, {**error, "evalue": f"no {kind} here"})
         elif channel == "shell" and (self._working or not self._generations.settled):
             if self._queue.empty() and self._generations.settled:
-                self._to_rank(channel, idents, message, frames)  # a widget, while a cell runs
+                self._to_rank(channel, idents, message, frames)  # e.g. a widget, while a cell runs
             else:
                 self._queue.put_nowait((idents, message, frames))
         else:

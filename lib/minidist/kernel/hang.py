@@ -26,7 +26,7 @@ class Place:
         mark: changes when the rank moves on.
         oversized: whether gloo has refused a message for its size.
         calls: the last collectives that the rank has begun, also in earlier cells, oldest first.
-        numbered: the same for comparing them with those of other ranks.
+        numbered: more of these calls, without send and recv, to compare with other ranks.
     """
 
     status: str
@@ -116,7 +116,7 @@ def unmoved(before: Place, now: Place) -> bool:
 
 
 def stands(before: Place, now: Place) -> bool:
-    """Whether a rank is where it was: it sleeps there, waits, or runs round and round."""
+    """Whether a rank is where it was: it sleeps, waits, or loops there."""
     same = before.status == now.status and before.mark == now.mark
     return same and now.switches - before.switches <= MAX_SWITCHES
 
@@ -157,7 +157,7 @@ def is_hang(places: dict[int, Place]) -> bool:
 
 
 def _shapes_must_agree(op: str) -> bool:
-    # Python's names, and fewer than the recorder's: lists may hold tensors of several sizes.
+    # Python's names. Not `all_gather` and `reduce_scatter`: their lists may hold different sizes.
     return op in ("all_reduce", "broadcast", "reduce", "barrier", "all_gather_into_tensor")
 
 

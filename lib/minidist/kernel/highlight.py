@@ -16,7 +16,7 @@ _RULES: list[Any] = [
         rf"{_RANKS}(%%writefile [^\n]*\.py\n)(.*)",
         bygroups(Text, Operator, Text, Text, using(PythonLexer)),
     ),
-    (rf"{_RANKS}(%%.*)", bygroups(Text, Operator, Text, Text)),  # in whatever language
+    (rf"{_RANKS}(%%.*)", bygroups(Text, Operator, Text, Text)),  # a cell magic: any language
     (rf"{_RANKS}(.*)", bygroups(Text, Operator, Text, using(IPython3Lexer))),
     # A command that goes on in the next line.
     (r"(!)(?!=)((?:[^\n]*\\\n)+[^\n]*)(\n)", bygroups(Operator, using(BashLexer), Text)),
@@ -24,9 +24,9 @@ _RULES: list[Any] = [
 
 
 def highlight_rank_cells() -> None:
-    """Tells pygments that such a cell is Python; below a magic that it does not know, it sees text.
+    """Makes pygments colour such cells as Python; else all below an unknown magic would be text.
 
-    Jupyter's tools take IPython's lexer by its class, so the rules are added there.
+    Jupyter's tools take IPython's lexer by its class, so the rules are added to that class.
     """
     known = IPython3Lexer.tokens["root"]
     if _RULES[0] not in known:

@@ -97,7 +97,7 @@ class Inbox:
             size = sum(map(len, frames))
             starting = kind == "status" and not message["parent_header"]
             if size <= self._stray_left and not starting and (rank == 0 or kind in _PRINTED):
-                content = self._unpack(message)  # raises if it is no JSON, which nobody could read
+                content = self._unpack(message)  # raises ValueError if it is no JSON
                 self._stray_left -= size
                 if rank == 0:
                     self._client.forward("iopub", frames)

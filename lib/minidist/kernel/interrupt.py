@@ -49,7 +49,7 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
             cell.cut = True
             await ranks.ask_all(cell.unfinished, "cut")
             next_cut, again = now + 1.5, True
-        elif unasked and not cell.cut:  # they may not have begun the cell yet
+        elif unasked and not cell.cut:  # a rank may not have begun the cell before
             unasked = await _interrupt(ranks, [rank for rank in unasked if rank in cell.unfinished])
         await asyncio.sleep(0.02)
 

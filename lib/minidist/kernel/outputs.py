@@ -104,7 +104,7 @@ def _picture(data: dict[str, Any]) -> str:
 
 
 def _without_drawn(picture: str) -> str:
-    """`picture` with a number in place of everything that is drawn anew in each process."""
+    """`picture` with a number in place of each id and date that differs between processes."""
     numbers: dict[str, str] = {}
     return _DRAWN.sub(lambda found: numbers.setdefault(found[0], f"#{len(numbers)}"), picture)
 
@@ -126,7 +126,7 @@ class Outputs:
         self._publish, self._forward = publish, forward
         self._texts: dict[tuple[int, str], _Text] = {}
         self._pictures: dict[int, list[str]] = {rank: [] for rank in self.ranks}
-        self._rich_left = {True: MAX_RICH_BYTES, False: MAX_RICH_BYTES}  # lowest rank's?
+        self._rich_left = {True: MAX_RICH_BYTES, False: MAX_RICH_BYTES}  # True: of the lowest rank
         self._rich_dropped = 0
         self._open: set[str] = set()  # streams in which the lowest rank is in the middle of a line
         self._waited = 0

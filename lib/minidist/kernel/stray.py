@@ -31,7 +31,7 @@ class Stray:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, rank: int, kind: str, content: dict[str, Any], parent: dict[str, Any]) -> None:
-        """Note text, or what a display has as text."""
+        """Keep printed text, or the text form of a display, until `show`."""
         name = "stderr" if content.get("name") == "stderr" else "stdout"
         text = content.get("text")
         if kind == "display_data" and isinstance(data := content.get("data"), dict):

@@ -27,7 +27,7 @@ LOOK_EVERY_S = 0.5
 HANG_AFTER_S = 3.0
 # If a rank stands still for this long, and ranks do different things, the cell says what each does.
 TELL_AFTER_S = 10.0
-# A rank of a busy machine gets so long to say where it is, before the cell is ended.
+# Before a cell is ended, its ranks have this long to say where they are: the machine may be busy.
 LAST_WORD_S = 5.0
 
 
@@ -88,7 +88,7 @@ class Watch:
             self._stop("deadline", "DeadlineExceeded", text, places)
 
     def _tell_of_ranks_apart(self, now: float, places: dict[int, Place]) -> None:
-        """Says once where the ranks are: nothing else would, if one of them loops for ever."""
+        """Say once where the ranks are: an endless loop on one rank is never detected as a hang."""
         for rank in self._cell.unfinished:
             before = self._stands.get(rank)
             if before is None or not stands(before[0], places[rank]):

@@ -104,8 +104,8 @@ def _groups(batches: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def accumulate(micro_batches: Iterable[T], model: nn.Module) -> Accumulation[T]:
-    """Yield (micro-batch, whether it synchronises). Only the last one does; the others' loop
-    bodies are in `no_sync`, and in an outer `no_sync` or `accumulate` that of the last one, too.
+    """Yield (micro-batch, whether it synchronises), where only the last one does. The loop bodies
+    of the others run in `no_sync`. In an outer `no_sync` or `accumulate`, none synchronises.
 
     Forward **and** backward must be in the loop body. Any iterable works: the loop reads one
     micro-batch ahead to know which is the last. If the loop ends early, by `break` or an exception,
@@ -131,7 +131,7 @@ class Accumulation(Generic[T]):
         return next(self._stepped)
 
     def close(self) -> None:
-        """End `no_sync` after calls of `next`; a loop has ended it."""
+        """End `no_sync` after calls of `next`. (A loop ends it by itself.)"""
         if isinstance(self._stepped, Generator):
             self._stepped.close()
 
@@ -305,8 +305,8 @@ def train_epoch_native(
 ) -> int:
     """Accumulation with torch alone: every sample of a step weighs the same.
 
-    All ranks need as many batches; the last group and the last batch may be smaller. `loss_fn` is a
-    mean over samples.
+    All ranks need equally many batches; the last group and the last batch may be smaller. `loss_fn`
+    is a mean over samples.
 
     Returns:
         The number of optimizer steps.

@@ -32,8 +32,8 @@ mean, so each rank divides by a different number. Clipping and skipped steps are
 With a period above 1 the algorithm differs from DDP for any optimiser, because the ranks compute
 gradients at different parameters.
 
-`DiLoCo` takes an optimiser step where local SGD takes the mean: what the ranks have moved since the
-last meeting is a gradient for a second, outer optimiser with momentum.
+`DiLoCo` takes an optimiser step where local SGD takes the mean: a second, outer optimiser with
+momentum uses the ranks' movement since the last meeting as its gradient.
 
 Papers: Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767; post-local SGD:
 Lin et al., arXiv 1808.07217; DiLoCo: Douillard et al., arXiv 2311.08105. `torch_local_sgd` below
@@ -226,7 +226,7 @@ class DiLoCo(LocalSGD):
 
     Raises:
         ValueError: as `LocalSGD`, or the outer optimiser's numbers are out of range; at a step:
-            the trainable parameters are others than at first.
+            the set of trainable parameters has changed.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class DiLoCo(LocalSGD):
         if self._steps_apart == 0:
             return
         for before, now in zip(self._met_at, self._parameters, strict=True):
-            # From where the inner steps began, which is rounded if the parameters have 16 bits.
+            # Measured from where the inner steps began: rounded, if the parameters have 16 bits.
             before.grad = before.to(now.dtype).to(before.dtype) - now
         moved = [before.grad for before in self._met_at if before.grad is not None]
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]

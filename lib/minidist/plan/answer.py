@@ -16,7 +16,7 @@ from minidist.plan.inputs import InputError, Layout
 
 # Of 26 published layouts memory is predicted 6 % too small on the mean, and off by 12 %.
 RESERVE = 0.14
-_WORTH = 0.01  # a change that gains less than this is not told
+_WORTH = 0.01  # a change that gains less than this is not shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def plan(job: TrainingJob, *, top: int = 5) -> Answer:
 
 
 def _different(candidates: list[Candidate]) -> list[Candidate]:
-    """Of layouts that differ in micro-batch, chunks or copies of shards only, the fastest."""
+    """The fastest of all layouts that differ only in micro-batch, chunks or copies of shards."""
     kept: dict[tuple[Any, ...], Candidate] = {}
     for candidate in candidates:
         p = candidate.parallelism

@@ -2,7 +2,7 @@
 
 A pattern search over one set per GPU generation and per software. It minimises the mean absolute
 logarithm of predicted / published seconds, of all tables together (`loss`). Test rows are never
-read. It prints the constants, in a minute or two; nobody writes them anywhere but a person. With
+read. It prints the constants, in a minute or two, and writes no file: a person copies them. With
 names, such as `nemo A100.half_rows`, it fits these constants only.
 """
 
@@ -41,7 +41,7 @@ _SOFTWARE_RANGES = {
     "step_s": (0.0, 0.3),
     "straggler": (0.0, 0.05),
 }
-# Rows of this software say nothing about these.
+# Software -> constants about which its rows say nothing.
 _NO_EXPERTS = {"tensor_exposed", "expert_s"}
 _FIXED = {
     "megatron-2021": {
@@ -161,8 +161,8 @@ def loss(runs: list[Run], found: list[float]) -> float:
 
 
 def fit(runs: list[Run], *, names: Sequence[str] = (), rounds: int = 14) -> Values:
-    """The constants with the smallest loss that the search finds; only those that are named by
-    owner or as owner.field, if any are."""
+    """The constants with the smallest loss that the search finds. With `names` (owner, or
+    owner.field) only these constants change."""
     values, ranges = start_values()
     if names:
         ranges = {key: r for key, r in ranges.items() if {key[0], ".".join(key)} & {*names}}

@@ -31,7 +31,7 @@ from minidist.plan.inputs import (
 )
 from minidist.plan.show import show_answer, show_comparison, show_parts, show_trace
 
-_LONGEST = 8192  # of a config.json with a longer context the run is planned for this, if not said
+_LONGEST = 8192  # planned context, if the model's is longer and --seq is not given
 _CLUSTER_HELP = """\
 cluster.toml, all but gpu optional (bandwidths are of one direction and of one GPU):
   gpu = "h100"              # one of {gpus}
@@ -227,7 +227,7 @@ def _run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 2 for input that is wrong, 1 if nothing fits."""
     parser = _parser()
-    argcomplete.autocomplete(parser)  # if it is the shell that asks
+    argcomplete.autocomplete(parser)  # acts only if the shell asks for completions
     options = parser.parse_args(arguments)
     if options.command == "report":
         from minidist.plan.report import main as report

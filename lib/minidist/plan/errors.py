@@ -17,7 +17,7 @@ from minidist.cost.transformer import Transformer
 from minidist.plan.runs import Run, error_of, load_runs
 
 _QUANTILE = 0.8
-_FEWEST = 6  # rows from which a quantile says something
+_FEWEST = 6  # rows that a quantile needs
 _SMALL = 2e9  # parameters below which launches of kernels matter
 _UNKNOWN = 2.0  # by how much the bar of a related kind is widened
 
@@ -52,7 +52,7 @@ def _error(run: Run) -> float:
 
 
 def _traits(model: Transformer, node: Node, p: ParallelismConfig, dtype: str) -> tuple[str, ...]:
-    """From what matters most to what matters least."""
+    """What decides the kind of a plan, the most important first."""
     if p.zero_stage >= 2:
         split = "parameters or gradients sharded"
     elif p.pp > 1:
@@ -78,9 +78,9 @@ def error_bar(
 ) -> ErrorBar:
     """The error bar of the step time of a plan, from the narrowest kind that has enough rows.
 
-    Dense models have the rows of dense models, models with experts all rows with experts. It is
+    A dense model uses rows of dense models, a model with experts all rows with experts. The bar is
     doubled where no such rows are held back: for offload, and for a GPU generation that has too few
-    rows, which gets those of the H100.
+    rows, which uses those of the H100.
     """
     traits = _traits(model, node, parallelism, dtype)
     experts = model.num_experts > 0

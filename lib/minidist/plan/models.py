@@ -1,7 +1,7 @@
 """Models that a plan can name, by their sizes.
 
-Each agrees with the parameters, and where a table prints them the FLOPs per token, that were
-published with it.
+The parameters of each model agree with the published number, and so do its FLOPs per token where a
+table prints them.
 
 >>> round(MODELS["qwen3-235b-a22b"].num_parameters / 1e9)
 235

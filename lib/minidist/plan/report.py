@@ -79,9 +79,9 @@ def _predicted(run: Run) -> float:
 
 
 def sweeps(split: str = "test") -> list[dict]:
-    """Where layouts of one job were measured side by side: what the layout that the model would
-    choose costs, relative to the best one that was measured; and whether the plan calls that one a
-    tie with its choice."""
+    """For each job of which several layouts were measured: the time of the layout that the model
+    would choose, relative to the best measured layout; and whether the plan calls the two a tie.
+    """
     jobs: dict[tuple, list[Run]] = defaultdict(list)
     for run in load_runs("vtrain_clusters", "vtrain_one_node", "megatron_2021"):
         if run.split == split and run.table != "megatron_table_1":

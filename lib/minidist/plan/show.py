@@ -12,7 +12,7 @@ from minidist.cost.search import TrainingJob
 from minidist.cost.step import PARTS
 from minidist.plan.answer import Answer, Option, training_of
 
-if TYPE_CHECKING:  # it needs torch, which no other answer does
+if TYPE_CHECKING:  # it needs torch; no other answer does
     from minidist.plan.trace import Expected, Trace
 
 _STEP_WORDS = {

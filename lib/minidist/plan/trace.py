@@ -44,7 +44,7 @@ class Trace:
     """What rank 0 did in one forward and backward pass.
 
     Attributes:
-        parameters, here: of the model, and of it on this rank.
+        parameters, here: of the model, and of its part on this rank.
         calls, num_bytes: of each kind of collective; the bytes of its whole buffer (what an
             all-gather writes, what a reduce-scatter reads).
         peak_bytes: most bytes of tensors that were alive at once.
@@ -86,14 +86,14 @@ class _Log(TorchDispatchMode):
         self._alive -= self._sizes.pop(key, 0)
 
     def refresh(self) -> None:
-        """FSDP empties the storages of gathered parameters without an operation; see it."""
+        """Read all sizes again, because FSDP empties storages without an operation."""
         for key, storage in list(self._storages.items()):
             self._alive += storage.nbytes() - self._sizes[key]
             self._sizes[key] = storage.nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # so that what DTensor does inside comes here, too
+            return NotImplemented  # then the operations inside DTensor come here
         result = func(*args, **(kwargs or {}))
         name = str(func).split(".")[1].replace("allgather", "all_gather").strip("_")
         name = name.replace("allreduce", "all_reduce")

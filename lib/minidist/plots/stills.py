@@ -1,11 +1,10 @@
 """The pictures of a figure with controls, drawn beforehand, for pages that run no Python.
 
-Numbers decide what is drawn, for every figure alike. All combinations of the controls' values, if
-these are at most `MOST_TOGETHER`. If they are more, each control alone, while the others keep their
-first value. A range of more than `MOST_STOPS` values is drawn in larger steps (of 2, 5, 10, 20, ...
-values). If even this needs more than `MOST_PICTURES`, or if the first drawing shows that all of
-them would take more than `MOST_SECONDS` of the processor, there is one picture, and the controls
-are left out.
+The same limits hold for all figures. Up to `MOST_TOGETHER` combinations of the controls' values are
+all drawn. If there are more, each control moves alone, while the others keep their first value. A
+range of more than `MOST_STOPS` values is drawn in larger steps (of 2, 5, 10, 20, ... values). If
+even this needs more than `MOST_PICTURES`, or if the first drawing shows that all pictures would
+take more than `MOST_SECONDS` of the processor, there is one picture, and the controls are left out.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _is_profile(timeline: object) -> TypeIs[Profile]:
 def _emulated_rows(timeline: Timeline) -> dict[int, list[tuple[str, float, float]]]:
     """Rank -> (kind, start, end) of each of its intervals.
 
-    All-gathers and reduce-scatters that meet, as in sharded training, have kinds of their own."""
+    If it has both all-gathers and reduce-scatters (sharded training), each gets a separate kind."""
     halves = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
     def half_of(name: str) -> str:

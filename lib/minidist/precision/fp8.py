@@ -99,7 +99,7 @@ class Scaled:
     scaling: BlockScaling
 
     def numbers(self) -> Tensor:
-        """The numbers that this stands for, fp32."""
+        """The numbers that values and scales stand for, fp32."""
         return self.values.float() * _spread(self.scales, self.values, self.scaling)
 
     @property
@@ -142,8 +142,8 @@ class DelayedScale:
 
     Args:
         format: "fp8_e4m3" or "fp8_e5m2".
-        history: number of tensors that are remembered. Those without a largest number are not:
-            zeros, which any scale suits, and tensors with inf or NaN, which would spoil the next.
+        history: number of tensors that are remembered. Tensors of zeros, which any scale suits, and
+            tensors with inf or NaN, which would spoil the next scales, are not remembered.
     """
 
     def __init__(self, format: str = "fp8_e4m3", history: int = 16) -> None:
@@ -151,7 +151,7 @@ class DelayedScale:
         self._scales: deque[Tensor] = deque(maxlen=history)
 
     def quantize(self, x: Tensor) -> Scaled:
-        """Round x with the largest scale of the tensors before; the first with its own."""
+        """Round x with the largest scale of the remembered tensors; the first x with its own."""
         own = self.scaling.scales_of(x)
         used = torch.stack(list(self._scales) or [own]).amax(0)
         if x.numel() and own.isfinite().all() and (x != 0).any():
@@ -195,7 +195,7 @@ def fp8_product(a: Tensor, b: Tensor, of_a: BlockScaling, of_b: BlockScaling) ->
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # which would round the sums to 16 bits
+    with torch.autocast(a.device.type, enabled=False):  # autocast would round sums to 16 bits
         return a @ b
 
 

@@ -68,7 +68,7 @@ class GradScaler:
             gradients (for FSDP with tensor parallelism, the ranks of both). None: this rank decides
             alone, as torch's GradScaler does; this is enough for plain DDP.
         growth_interval: good steps in a row after which the scale grows.
-        min_scale: the scale never falls below. The default is the smallest that can be divided by.
+        min_scale: the lowest scale. Default: fp32's smallest normal number (finite reciprocal).
         enabled: False turns scaling off: losses, gradients and steps pass through unchanged.
 
     Raises:
@@ -352,8 +352,8 @@ def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """What has the elements of a gradient: of a sparse one its values, real numbers of complex
-    ones. Changes of it are changes of the gradient."""
+    """A gradient's elements as a dense real tensor that shares its memory: the values of a sparse
+    gradient, real and imaginary parts of a complex one."""
     gradient = gradient._values() if gradient.layout == torch.sparse_coo else gradient
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 

@@ -6,7 +6,7 @@ import os
 
 
 def num_cores() -> int:
-    """Cores that this process may use; all that the machine has where a system does not tell."""
+    """Cores that this process may use; all of the machine's if the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

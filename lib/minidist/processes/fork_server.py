@@ -2,7 +2,7 @@
 
 Example::
 
-    child = fork(work, "some", "arguments")  # calls work(pipe, "some", "arguments") over there
+    child = fork(work, "some", "arguments")  # calls work(pipe, "some", "arguments") in the child
     answer = child.pipe.recv()
     child.join(5.0)
 
@@ -212,7 +212,7 @@ class Server:
             self._end()
         requests, theirs = socket.socketpair()
         with theirs:
-            # As here, and not from the working folder first: that may be a checkout of this course.
+            # This process's sys.path, without the working folder: a checkout may be there.
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
                 "from minidist.processes.fork_server import main; main(*sys.argv[1:])"

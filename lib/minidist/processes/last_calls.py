@@ -132,7 +132,7 @@ def at_terminate(do: Callable[[str], object]) -> None:
     Gloo's own thread does so if the size of a message is not the one that the rank expects. `do`
     runs in the thread that ends the process, while the main thread may be blocked in a collective.
     It gets the exception's C++ type as the compiler writes the name, such as
-    "N4gloo13EnforceNotMetE". Where the C++ library has no such call, nothing is called.
+    "N4gloo13EnforceNotMetE". If the C++ library has no `set_terminate`, `do` is never called.
     """
     try:
         library = ctypes.CDLL(_CPP)

@@ -78,8 +78,8 @@ def _is_free(port: int) -> bool:
 def gloo_at_home() -> dict[str, str]:
     """The environment variable by which gloo's ranks on one machine meet on its loopback interface.
 
-    By default they meet at the address of the host's own name. That may be no address, or one of a
-    VPN that lets nothing through, and then they wait for minutes. Empty without such an interface.
+    By default they meet at the address of the host's own name. If the name has no address, or that
+    of a VPN that lets nothing through, they wait for minutes. Empty without a loopback interface.
     """
     names = {name for _, name in socket.if_nameindex()}
     found = next((name for name in ("lo", "lo0") if name in names), None)

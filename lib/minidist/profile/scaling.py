@@ -7,8 +7,8 @@ On a shared machine absolute times drift by tens of percent from minute to minut
 measured in **one** world: in every round, for each size N, the first N ranks run a step in their
 own group while the other ranks wait. A speed-up is a ratio of times of the same round. The result
 is the median of these ratios; low and high are their quartiles. Every time is the time of the
-slowest rank. `log=` keeps what was measured, a line of JSON per round and size: a report can be
-checked against it.
+slowest rank. `log=` writes the measured times, a line of JSON per round and size, so that a report
+can be checked against them.
 
 Example::
 

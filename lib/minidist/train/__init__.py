@@ -23,8 +23,8 @@ The loss curve does not depend on the layout, except for rounding. From a progra
 
 With experts (`--num-experts 8 --top-k 2 --ep 2`) a record of metrics.jsonl also has the load of the
 fullest expert divided by the mean and the share of choices that were dropped. With a capacity or an
-auxiliary loss the curve depends on which sequences pass through the model at once; without, it is
-that of one process.
+auxiliary loss the curve depends on which sequences pass through the model at once; without them, it
+is the curve of one process.
 """
 
 from minidist.train.config import TrainConfig, parse_args

@@ -111,8 +111,8 @@ class TrainConfig:
     def experts(self) -> MoEConfig | None:
         """Sizes of the experts of a block; None for a dense model.
 
-        A token visits top_k + shared_experts of them. By default they are so narrow that it costs
-        what it costs in the dense model's MLP. They have no dropout.
+        A token visits top_k + shared_experts of them. By default they are so narrow that a token
+        costs as much as in the dense model's MLP. They have no dropout.
         """
         if not self.num_experts:
             return None

@@ -64,7 +64,7 @@ def train(config: TrainConfig, *, on_step: OnStep | None = None) -> list[float]:
         progress = Progress()
         run = make_run_state(config, trainer, scaler, progress)
         keeps_random = run.load() if config.resume else None
-        if keeps_random is False:  # a different layout: do not repeat the first steps' numbers
+        if keeps_random is False:  # different layout: do not reuse the first steps' random numbers
             seed_dropout(config.seed, mesh, progress.step)
         report = make_report(config, layout, mesh, device, progress.step)
         report.say(f"{layout} on {device}, {config.precision}, from step {progress.step}")

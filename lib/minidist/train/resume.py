@@ -114,7 +114,7 @@ class RunState:
         return found
 
     def _compare(self, saved: dict[str, Any]) -> None:
-        # Of both: a dense model has no facts about experts.
+        # The names of both: a dense model has no facts about experts.
         different = [
             f"{name} {saved.get(name)!r}, now {self._facts.get(name)!r}"
             for name in {**saved, **self._facts}

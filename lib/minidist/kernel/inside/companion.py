@@ -72,7 +72,7 @@ class Companion(threading.Thread):
         if do == "interrupt":
             # A second interrupt would break off the traceback of the first; an interrupt after the
             # end of the cell would break off the reply.
-            # After a traceback, a loader ends its workers.
+            # For a while after the traceback, a DataLoader may still be ending its workers.
             reported = time.monotonic() - self._kernel.interrupt_shown_s < _ENDS_WITHIN_S
             if not self._kernel.executing or reported or diagnose.is_reporting(self._main):
                 return {"reporting": True}

@@ -63,7 +63,7 @@ def _last_calls(entries: list[dict[str, Any]], cells: Sequence[tuple[int, str]])
 
 
 def _thread_state(thread: threading.Thread) -> tuple[str, int]:
-    """(state letter, how often the thread has gone to sleep); the count of a blocked one stays."""
+    """(state letter, how often the thread went to sleep: constant while the thread is blocked)."""
     try:
         text = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     except OSError:
@@ -202,7 +202,7 @@ def _cell_line(frames: list[FrameType], compiler: Any) -> dict[str, Any]:
 
 
 def _called(frames: list[FrameType], compiler: Any) -> str:
-    """What the innermost frame of a cell has called: source of its own, or a function's name."""
+    """What the innermost frame of a cell has called: the called function, or the call's source."""
     inner = next((i for i, f in enumerate(frames) if _cell_line([f], compiler)), 0)
     if inner:
         return f"{frames[inner - 1].f_code.co_name}()"
@@ -216,7 +216,7 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
     ranks (of its group, empty for all) and peer; cell, line and source of the user's code; stack (a
     digest that changes when the thread moves), switches (how often it has slept), started
     (collectives of this cell so far), pending (collectives started and not done), calls (the last
-    that were started, in this cell or an earlier one), numbered (the same for comparing ranks:
+    that were started, in this cell or an earlier one), numbered (more of them, to compare ranks:
     group, number in the group, operation, tensor) and oversized (see `got_oversized`).
     """
     entries = recorder(True).get("entries", [])

@@ -1,4 +1,4 @@
-"""What is shown of errors: torch's own frames left out, and those that do not end a cell, too."""
+"""Explains interrupts and dead DataLoader workers; prints errors that do not end the cell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WHY = (
 class Shown:
     """Errors that IPython shows while a cell goes on: of a `_repr_html_`, or a cell in the cell.
 
-    The front shows the error that ends a cell, from the reply. The others are printed.
+    The front shows the error that ends a cell, from the reply. This class prints the others.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -38,14 +38,14 @@ class Shown:
             self._last = kind.__name__, str(error)
             if kind is KeyboardInterrupt:
                 self._shell.kernel.interrupt_shown_s = time.monotonic()
-        else:  # of a widget's callback
+        else:  # an error of a widget's callback
             print("\n".join(trace), file=sys.stderr)
 
     def end(self, reply: dict[str, Any]) -> None:
         """Prints the errors that are not the reply's."""
-        if reply.get("ename") == "NoneType":  # ipykernel, of a result that cannot be shown
+        if reply.get("ename") == "NoneType":  # ipykernel's, if a result cannot be shown
             reply["ename"], reply["evalue"] = self._last
-        if reply.get("ename") == "CancelledError" and self._shell.kernel.interrupted:  # it awaited
+        if reply.get("ename") == "CancelledError" and self._shell.kernel.interrupted:  # in await
             reply["ename"], reply["evalue"] = "KeyboardInterrupt", "the cell was interrupted"
         for trace in self._traces:
             if trace != reply.get("traceback"):
@@ -54,7 +54,7 @@ class Shown:
 
 
 def explain_errors(shell: Any) -> None:
-    """Makes IPython's shell show such errors as what they are."""
+    """Makes IPython's shell explain interrupts and the deaths of DataLoader workers."""
     shell.set_custom_exc((RuntimeError, ConnectionError, EOFError, KeyboardInterrupt), _show)
 
 
@@ -77,14 +77,14 @@ def _show(
     if not in_loader and not _DIED.search(str(error)):
         shell.showtraceback((kind, error, chain[0] if chain else None), tb_offset=tb_offset)
         return
-    # torch's handler raises the news once more, also while this error is being written.
+    # torch's handler raises the worker's death again, even while this error is being written.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         text = f"{_WHY}\n{error}"
-        if isinstance(error, OSError):  # else its number and its text are shown, not `args`
+        if isinstance(error, OSError):  # else errno and strerror are shown, not `args`
             error.errno = error.strerror = None
         error.args = (text,)
-        error.__cause__ = None  # how torch noticed; this suppresses the context, too
+        error.__cause__ = None  # it only says how torch noticed; None hides the context, too
         theirs = [i for i, name in enumerate(files) if shell.compile.format_code_name(name)]
         if theirs:
             chain[theirs[-1]].tb_next = None
@@ -102,7 +102,7 @@ def show_interrupt(shell: Any, error: KeyboardInterrupt, chain: list[TracebackTy
             source = linecache.getline(name, entry.tb_lineno).strip()
             lines.append(f"{' '.join(cell)}, line {entry.tb_lineno}: {source}")
     frames = [entry.tb_frame for entry in chain]
-    if error.__context__ is not None:  # what raised when this rank was cut off from its peers
+    if error.__context__ is not None:  # raised when this rank was cut off from its peers
         frames += [frame for frame, _ in walk_tb(error.__context__.__traceback__)]
     collective = next(filter(None, map(call_of, frames)), "")
     error.args = (f"in {collective}" if collective else "the cell was interrupted",)

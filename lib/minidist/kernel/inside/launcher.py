@@ -76,8 +76,8 @@ def _report_exits(link: Link, agent: int, ranks: int, generation: Any) -> None:
     """Thread: tell the front how the agent and each rank ended, without collecting them (WNOWAIT).
 
     Each report names its generation, because ends of one generation may be reported while the next
-    one starts. Ranks that ended before this thread saw them are found, too: nobody collects them,
-    so they stay.
+    one starts. Ranks that ended before this thread saw them are found, too: they stay zombies,
+    because nobody collects them.
     """
     watched: dict[int, int] = {}
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a cell's own program does, such as that of `!python script.py`, while the cell waits."""
+"""What a program that a cell has started (`!python script.py`) does while the cell waits."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _COMMAND_CHARS = 60
 
 
 def program(frames: Sequence[FrameType], source: str) -> dict[str, Any]:
-    """What the main thread's program does, if it waits for one; else an empty dict.
+    """What the program does that the main thread waits for; an empty dict if there is none.
 
     Args:
         frames: of the main thread, innermost first.
         source: of the call in the innermost frame.
 
     Returns:
-        doing and perhaps a hint, texts; stack, the same while the same processes run; switches,
-        their time on processors in tenths of a second: a program that stands still adds next to
-        nothing, though torch polls while it waits for ranks, for a few hundredths of a core.
+        doing and hint (which may be empty), texts; stack, constant while the same processes run;
+        switches, their CPU time in tenths of a second. A program that stands still adds very
+        little: torch, while it waits for ranks, polls with a few hundredths of a core.
     """
     waits = [f for f in frames[:24] if f.f_code.co_filename.endswith(_FILES)]
     if not waits and not source.startswith("os.system("):
         return {}
-    # The program itself, where the frames know it: other children, such as a loader's workers, use
-    # torch, too.
+    # Take the program from the frames if they hold it: other children, such as a loader's workers,
+    # use torch, too.
     known = [f.f_locals.get(name) for f in waits for name in ("self", "child")]
     root = next((pid for each in known if isinstance(pid := getattr(each, "pid", None), int)), 0)
     pids = [root, *descendants(root)] if root else descendants(os.getpid())

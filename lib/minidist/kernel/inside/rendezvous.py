@@ -1,7 +1,7 @@
 """Where ranks meet: in the store of torch's agent, whatever a cell says.
 
-Code from a tutorial sets MASTER_ADDR and MASTER_PORT, or names a place by tcp://. Under torch's
-agent no rank would serve a store there, and every rank would wait for minutes.
+Code from a tutorial sets MASTER_ADDR and MASTER_PORT, or passes a tcp:// address. Under torch's
+agent no rank would serve a store at that address, and every rank would wait for minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def install() -> None:
     and the number of the call within the cell, so ranks agree on it without communication, even
     after one of them failed half way in an earlier cell.
 
-    Processes that the rank starts do as their own environment says: there, rank 0 serves.
+    Processes that the rank starts use the address in their environment: their rank 0 serves it.
     """
     import torch.distributed as dist
 
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def _overwritten(scheme: str, netloc: str, place: dict[str, str]) -> Iterator[str]:
-    """What the student's code says about the place, in words: what, by which line, what to do."""
+    """A text for each address that the student's code sets: the setting, its line, what to do."""
     found = [(f"{name}={os.environ.get(name)}", name) for name in _PLACE]
     changed = [pair for pair in found if os.environ.get(pair[1]) != place[pair[1]]]
     if scheme == "tcp":
@@ -80,7 +80,7 @@ def _overwritten(scheme: str, netloc: str, place: dict[str, str]) -> Iterator[st
 
 
 def _line_with(text: str) -> str:
-    """Where a cell has `text`, the last one first."""
+    """The first line with `text` in the newest cell that contains `text`; else an empty string."""
     from IPython import get_ipython
 
     shell: Any = get_ipython()

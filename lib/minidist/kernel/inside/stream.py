@@ -36,8 +36,8 @@ MAX_FILE_BYTES = 256 * 1024 * 1024
 _PROFILER = re.compile(r"^USDT:[^\n]*\] profiler_(?:start|stop)\n?", re.M)
 # Files kept per stream; older files are removed, so that a notebook cannot fill a disk.
 MAX_FILES = 4
-# Bytes that C code or a program has written that are printed at once, and how long a cell waits for
-# this when it ends: longer only if something writes without end.
+# Most bytes of output of C code and programs that are printed at once, and the longest time that a
+# cell, when it ends, waits until all such output is printed.
 _PIPE_BYTES, _DRAIN_S = 64 * 1024, 2.0
 # After this many changes between stdout and stderr in a cell, a change no longer sends the text of
 # the previous stream at once.
@@ -53,7 +53,7 @@ class BoundedStream(OutStream):
 
     folder: str | None = None
     rank = 0
-    of_rank: ClassVar[list[BoundedStream]] = []  # whatever sys.stdout and sys.stderr are now
+    of_rank: ClassVar[list[BoundedStream]] = []  # even if sys.stdout and sys.stderr were replaced
     _sending: ClassVar[Any] = threading.RLock()  # one stream at a time
     _last: ClassVar[BoundedStream | None] = None  # the one printed to last
     _changes: ClassVar[int] = 0
@@ -70,13 +70,13 @@ class BoundedStream(OutStream):
         BoundedStream.of_rank.append(self)
 
     def close(self) -> None:
-        """Does not close what the next cells print to."""
+        """Only flush, because the next cells print to this stream, too."""
         self.flush()
 
     def _watch_pipe_fd(self) -> None:
         """Print what C code and programs that a cell starts write to the file descriptor.
 
-        ipykernel's own decodes each kilobyte by itself, and so cuts characters in two.
+        ipykernel's own method decodes each kilobyte separately, so it breaks characters there.
         """
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         assert self._fid is not None
@@ -114,7 +114,7 @@ class BoundedStream(OutStream):
         self._tail = ""
 
     def _without_profiler(self, text: str) -> str:
-        if self._cut_line:  # whose end comes by itself
+        if self._cut_line:  # the end of the dropped line comes separately
             text, self._cut_line = text.removeprefix("\n"), False
         if "USDT:" not in text:
             return text
@@ -235,9 +235,9 @@ class BoundedStream(OutStream):
 
 
 def make_usable() -> None:
-    """After a cell: put streams back that it has closed or replaced by something else.
+    """After a cell: restore sys.stdout or sys.stderr if it cannot be flushed any more.
 
-    The kernel flushes both before it replies, and would not reply if it could not.
+    The kernel flushes both before it replies, and would not reply if a flush failed.
     """
     for stream in BoundedStream.of_rank:
         try:
@@ -248,7 +248,7 @@ def make_usable() -> None:
                 f"[sys.{stream.name} could not be used any more ({error}); it is the notebook's "
                 "again]\n"
             )
-    for original in (sys.__stdout__, sys.__stderr__):  # has a buffer of its own
+    for original in (sys.__stdout__, sys.__stderr__):  # they have their own buffers
         with contextlib.suppress(Exception):
             original.flush()  # pyright: ignore[reportOptionalMemberAccess]
     for stream in BoundedStream.of_rank:

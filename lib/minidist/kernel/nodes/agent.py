@@ -253,7 +253,7 @@ class NodeServer:
 
 
 def _make_output_dir(wanted: str) -> str:
-    """A folder with the path of the front's, if it is free: a cell's one path then fits both."""
+    """A folder, if possible with the path of the front's: then one path is right on both nodes."""
     try:
         os.mkdir(wanted, 0o700)
         return wanted

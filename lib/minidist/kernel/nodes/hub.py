@@ -69,7 +69,7 @@ class Hub:
         self._tasks: list[asyncio.Task[None]] = []
         self._names = {0: _clean(socket.gethostname())}
         self._nodes: dict[int, bytes] = {}  # node -> the prefix of its two connections' names
-        self._parted: dict[int, bytes] = {}  # the same of nodes that have left
+        self._parted: dict[int, bytes] = {}  # the same for nodes that have left
         self._numbers: dict[bytes, int] = {}
         self._guests: dict[bytes, dict[bytes, dict[str, Any]]] = {}
 
@@ -252,7 +252,7 @@ class Hub:
         if version != __version__:
             return f"node 0 has minidist {__version__}, and node {node} has {version}"
         if node in self._nodes and not self._post(node, LINE, [b"{}"]):
-            self._left(node, "ended, or its connection has broken")  # and has returned
+            self._left(node, "ended, or its connection has broken")  # now it has come back
         return f"there is a node {node} already" if node in self._nodes else ""
 
 

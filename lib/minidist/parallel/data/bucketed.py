@@ -114,8 +114,8 @@ class BucketedDDP(nn.Module):
             process that adds the gradients of as many micro-batches, if their number is a power of
             two. Slow: nothing overlaps, and every rank receives all gradients of all ranks.
 
-    A hook of your own that changes gradients belongs before wrapping: one that is registered later
-    runs when some have been copied and others have not.
+    Register your own hooks that change gradients before wrapping: a later hook runs when some
+    gradients have been copied into their buckets and others have not.
 
     `.to(dtype)` and `.to(device)` also work after wrapping, on all ranks alike: the next backward
     makes new buckets. A copy or a pickle is refused, because hooks do not travel with it.
@@ -163,7 +163,7 @@ class BucketedDDP(nn.Module):
         in_order = partial(ordered_all_reduce, group=group) if deterministic else None
         self._reduce: Reduce = reduce or in_order or self._all_reduce
 
-        # Derive: every replica becomes rank 0's.
+        # Derive: every replica becomes equal to rank 0's.
         check_same_model(module, group)
         broadcast_state(module, group)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-LARGE = 2**16  # numbers of a gradient whose kernel takes longer than its launch
+LARGE = 2**16  # elements: with as many or more, a kernel takes longer than its launch
 
 
 class Work(Protocol):
@@ -73,8 +73,8 @@ class FlatBucket:
     def pack(self, scale: float, as_view: bool) -> None:
         """Write scale * gradients into `flat`.
 
-        Small ones have a few kernels for all of them, which a GPU starts sooner than one for each.
-        A large one has its own, which copies and scales in one pass over its memory.
+        All small gradients share a few kernels, because a GPU starts these sooner than one for
+        each. A large one has its own kernel, which copies and scales in one pass over its memory.
 
         Args:
             as_view: let `p.grad` be the slot's memory from now on. This saves the copy back.
@@ -94,7 +94,7 @@ class FlatBucket:
                 slots.append(slot)
                 grads.append(grad.detach())
             if as_view:
-                # A tensor of its own: `.to()` replaces its data.
+                # A separate tensor, because `.to()` replaces the data of `p.grad`.
                 self.parameters[position].grad = slot.detach()
         self._arrived.clear()  # what is not a view is not needed any more
         if slots:

@@ -234,7 +234,7 @@ def _watch(work: Any, steps: int, ranks: list[int], loop: str) -> None:
             continue
         next_s = time.monotonic() + _POLL_S
         store = _get_default_store()
-        # Whoever has left after this step has taken part in it: its data is on the way.
+        # A rank that has left after this step has taken part in it: its data is on the way.
         left = {rank: f"{loop}/{rank}" for rank in ranks if store.check([f"{loop}/{rank}"])}
         gone = [rank for rank, key in left.items() if int(store.get(key)) <= steps]
         if gone:

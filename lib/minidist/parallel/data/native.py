@@ -49,7 +49,7 @@ class DDPOptions:
     # Overwrite buffers (BatchNorm's running statistics) with rank 0's before a forward, if the
     # forward before it was one of training. torch 2.13 renamed it to forward_sync_buffers.
     broadcast_buffers: bool = True
-    # What the gradients travel as. "bf16" needs NCCL; "powersgd" sends low-rank factors
+    # The form in which gradients travel. "bf16" needs NCCL; "powersgd" sends low-rank factors
     # (arXiv 1905.13727).
     hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: int = 1

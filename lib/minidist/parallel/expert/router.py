@@ -1,8 +1,8 @@
 """The router: a small linear layer that chooses k of E experts for each token.
 
 1. p = softmax(x W): one probability per expert,
-2. the choice: the k experts with the largest p + b. The bias b is not trained; `update_bias` moves
-   it, and it is zero without that,
+2. the choice: the k experts with the largest p + b. The bias b is not trained. Without
+   `update_bias` it stays zero,
 3. the weights: p of the chosen experts, divided by their sum. The bias is not in them. For k = 1
    the weight is p itself: divided by itself it would be 1, and the router would never learn.
 

@@ -6,7 +6,7 @@ gradient. With equal sums and equal optimizer state the copies stay equal (Megat
 for embeddings).
 
 Phases: `tie_weights` notes in each stage which of its weights other stages hold, too (`split_model`
-calls it); `find_ties` asks the ranks who holds what, once; `summed` adds up around a backward pass.
+calls it); `find_ties` asks the ranks once which weights they hold; `summed` adds the gradients up.
 
 >>> shared = nn.Linear(2, 2)
 >>> model = nn.Sequential(shared, nn.Tanh(), shared)
@@ -147,7 +147,7 @@ def _sum_over_ranks(tie: Tie, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _tied(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(key, weight); also of stages that a user has wrapped into a module of his own."""
+    """(key, weight); also of stages that a user has wrapped into a different module."""
     for module in stage.modules():
         tied: Any = getattr(module, "tied_weights", {})
         for name, key in tied.items():

@@ -204,7 +204,7 @@ class ParallelGPT(nn.Module):
 
 
 def _tie_as(full: nn.Module, parallel: nn.Module) -> None:
-    """What is one parameter in the whole model is one parameter in the split model."""
+    """Let the split model share parameters in the same places as the whole model."""
     shards = sharded_parameters(parallel)
     for first, *others in shared_names(full):
         for name in others:

@@ -80,7 +80,7 @@ class VocabParallelEmbedding(ShardedModule):
         # Tokens outside the vocabulary look beyond the end, which raises.
         local_BT = local_BT.masked_fill(wrong_BT, num_rows)
         if self.scale_grad_by_freq or self.max_norm is not None:
-            # These count, or change, the rows that are looked up: no other row may be.
+            # Both options count or change the rows that are looked up, so look up no other row.
             own_BT = owned_BT | wrong_BT
             x_BTD = self.weight.new_zeros(*local_BT.shape, self.weight.shape[1])
             x_BTD[own_BT] = self._look_up(local_BT[own_BT])
@@ -93,7 +93,7 @@ class VocabParallelEmbedding(ShardedModule):
         return reduce_from(x_BTD, self.tp.group)
 
     def _look_up(self, rows: Tensor) -> Tensor:
-        """These of this rank's rows. A padding row gets no gradient."""
+        """The embeddings at `rows` of this rank's part. A padding row gets no gradient."""
         padding = None
         if self.padding_idx is not None:
             padding = self.padding_idx - self.tp.rank * self.weight.shape[0]

@@ -70,7 +70,7 @@ def why_not_elementwise(make: Make, device: torch.device | str = "cpu") -> str |
 
 
 def why_not_per_parameter(make: Make, device: torch.device | str = "cpu") -> str | None:
-    """Why the optimiser may not have some of the parameters on each rank; None if it may."""
+    """Why the parameters of the optimiser may not be spread over ranks; None if they may."""
     if getattr(getattr(make, "func", make), "elementwise", None):
         return None
     start, gradients = _examples(device, _MATRIX)

@@ -41,7 +41,7 @@ HOOKS = Unsupported(
 
 
 def has_hooks(param: Tensor) -> bool:
-    """Whether something wants to hear of this parameter's gradient."""
+    """Whether a hook waits for this parameter's gradient."""
     late = getattr(param, "_post_accumulate_grad_hooks", None)
     return bool(param._backward_hooks) or bool(late)
 

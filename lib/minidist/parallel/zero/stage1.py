@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         TypeError: the optimiser is copied or pickled.
     """
 
-    # In which gradients travel; None means that of the parameters.
+    # The dtype in which gradients travel; None means that of the parameters.
     reduce_dtype: torch.dtype | None = None
 
     def __init__(
@@ -274,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             rows = bucket.layout.rows[self.rank]
             for mine, piece, cut in zip(bucket.owned, bucket.pieces, rows, strict=True):
                 now = self._piece_of(bucket.params[cut.index], cut).detach()
-                if mine is not piece:  # a master: keep it where it rounds to the parameter
+                if mine is not piece:  # a master copy: keep elements that round to the parameter's
                     mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
                 elif mine.data_ptr() != now.data_ptr():
                     mine.data = now
@@ -466,7 +466,7 @@ def _with_lists(params: Iterable[Any]) -> list[Any]:
 
 
 def listed(params: Any) -> list[Any] | set[Any]:
-    """A group's parameters as a list; a set stays one, which torch rejects: it has no order."""
+    """A group's parameters as a list; a set, which has no order, stays a set: torch rejects it."""
     if isinstance(params, set):
         return params
     return [params] if isinstance(params, Tensor) else list(params)

@@ -10,8 +10,8 @@ Phases of a step, all started by hooks on the modules:
 4. after backward    freed; gradients are reduce-scattered while the next unit computes
 5. end of backward   each rank has added the mean of its elements to the `.grad` of its pieces
 
-A backward that makes a graph (create_graph=True, for a gradient penalty) frees nothing, and neither
-does the next one before its end: its graph needs the parameters again, in an order of its own.
+A backward that makes a graph (create_graph=True, for a gradient penalty) frees nothing. The next
+backward frees nothing before its end, because the graph needs the parameters in a different order.
 
 Example::
 
@@ -77,7 +77,7 @@ NEW_PARAMETERS = Unsupported(
 # Reduce-scatters in progress while the next unit computes. Each holds whole gradients of a unit.
 _MAX_IN_FLIGHT = 1
 
-_is_checking: list[Any] = []  # the hook that looks at every optimiser's first step, once there
+_is_checking: list[Any] = []  # the hook on every optimiser's first step, once registered
 
 
 class Zero3(StateDicts):
@@ -377,8 +377,8 @@ class Zero3(StateDicts):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
-        Collective. Returns the norm before scaling, the same on all ranks. It may be nan or inf
-        because of gradients, which a loss scaler then skips.
+        Collective. Returns the norm before scaling, the same on all ranks. If gradients are nan or
+        inf, so is the norm, and a loss scaler then skips the step.
 
         Raises:
             RuntimeError: the last backward was inside `no_sync`.
