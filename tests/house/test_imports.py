@@ -175,7 +175,7 @@ def test_no_circle_among_files():
 
 def test_a_box_shows_what_it_needs_and_no_more():
     """What runs there imports nothing of the grader that is not shown; folders are shown whole."""
-    shown = {name for name in sandbox._SHOWN if (GRADER / name).is_dir()}
+    shown = {name for name in sandbox._SHOWN_IN_BOX if (GRADER / name).is_dir()}
     assert shown == {"inside", "criteria"}
     wrong = [
         f"{file}:{line}: {target.relative_to(GRADER)} is not in the box"
