@@ -13,6 +13,11 @@ from minidist.processes.last_calls import OVERSIZED, NumberedCall, disagreement
 
 # A blocked thread may wake now and then to check a deadline; a working thread wakes far more often.
 MAX_SWITCHES = 20
+# Collectives, by Python's names, whose tensors have one shape on all ranks. Not `all_gather` and
+# `reduce_scatter`: their lists may hold different sizes.
+_SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "barrier")
+_SAME_SHAPES += ("all_gather_into_tensor", "all_gather_single")  # two names of one function
+_SAME_SHAPES += ("reduce_scatter_tensor", "reduce_scatter_single")
 
 
 @dataclass(frozen=True)
@@ -148,17 +153,12 @@ def is_hang(places: dict[int, Place]) -> bool:
             if there is None or there.status != "waiting":
                 return False
             if (there.op, there.tensor, there.ranks or everyone) != same and (
-                there.op != here.op or _shapes_must_agree(here.op)
+                there.op != here.op or here.op in _SAME_SHAPES
             ):
                 return False
         return True
 
     return not any(can_end(rank) for rank in waiting)
-
-
-def _shapes_must_agree(op: str) -> bool:
-    # Python's names. Not `all_gather` and `reduce_scatter`: their lists may hold different sizes.
-    return op in ("all_reduce", "broadcast", "reduce", "barrier", "all_gather_into_tensor")
 
 
 def last_calls(places: dict[int, Place]) -> str:
