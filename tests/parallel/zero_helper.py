@@ -155,7 +155,7 @@ def train(
     skip_sync: bool = False,
     groups: bool = False,
     add_group: bool = False,
-    steps: int = 6,  # a group is added after three
+    steps: int = 4,  # a group is added after two
     start: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Some steps; the losses, norms, parameters and optimiser state at the end."""
@@ -185,7 +185,7 @@ def train(
     losses, norms = [], []
     first = 0 if start is None else start["steps"]
     for step, batch in enumerate(net.batches(10)[first : first + steps]):
-        if add_group and step == 3:
+        if add_group and step == 2:
             opt.add_param_group({"params": iter(late), "lr": 0.01})
         share = [engine.share(part) for part in batch]
 
