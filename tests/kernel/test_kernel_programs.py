@@ -19,6 +19,7 @@ from minidist.processes.ports import free_port
 
 WAITS = "import sys, {}, time; print(flush=True); time.sleep(60)"
 KERNEL = SimpleNamespace(
+    executing=True,
     collectives_before=0,
     cells_begun=[],
     shell=SimpleNamespace(compile=SimpleNamespace(format_code_name=lambda name: None)),

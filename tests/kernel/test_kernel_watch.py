@@ -68,10 +68,19 @@ def test_a_function_of_a_library_is_named_by_what_the_cell_calls():
     """Not by the line of the library's own file in which it waits."""
     compiler = SimpleNamespace(format_code_name=lambda name: ("Cell", "In[2]") * (name == __file__))
     asked, go = queue.Queue(), queue.Queue()
-    thread = threading.Thread(target=lambda: asked.put(go.get()))
+    thread = threading.Thread(target=lambda: asked.put(go.get()), daemon=True)
     thread.start()
     while "wait" not in {frame.f_code.co_name for frame in diagnose._stack(thread)}:
         time.sleep(0.01)
     assert diagnose._called(diagnose._stack(thread), compiler) == "get()"
+    kernel = SimpleNamespace(
+        executing=False,
+        collectives_before=0,
+        cells_begun=[],
+        shell=SimpleNamespace(compile=SimpleNamespace(format_code_name=lambda name: None)),
+    )
+    while not (doing := diagnose.where(thread, kernel).get("doing")):  # until it sleeps
+        time.sleep(0.01)
+    assert doing == "has not begun the cell"
     go.put(None)
     thread.join(10)

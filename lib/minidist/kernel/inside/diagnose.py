@@ -244,6 +244,8 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
         answer["doing"] = "waits for input()"
     elif waits := program(frames, _call_source(frames[0])):
         answer.update(waits)
+    elif letter == "S" and not kernel.executing:
+        answer["doing"] = "has not begun the cell"
     elif letter == "S":
         answer["doing"] = f"sleeps or waits in {_called(frames, kernel.shell.compile)}"[:120]
     return answer
