@@ -35,7 +35,7 @@ _STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
 
 @dataclass(frozen=True)
-class Examined:
+class Diagnosis:
     """One thing that was checked.
 
     Attributes:
@@ -50,7 +50,7 @@ class Examined:
     mend: str = ""
 
 
-def examine(course: Course | None) -> list[Examined]:
+def examine(course: Course | None) -> list[Diagnosis]:
     """Checks everything that grading needs; starts a sandbox, and asks Slurm with `sinfo`."""
     found = [
         *_packages(),
@@ -64,7 +64,7 @@ def examine(course: Course | None) -> list[Examined]:
     ]
     if course is None:
         found.append(
-            Examined(
+            Diagnosis(
                 "course", "missing", "not in a course", "change to it, or set AUTOGRADER_COURSE"
             )
         )
@@ -73,7 +73,7 @@ def examine(course: Course | None) -> list[Examined]:
     return [*found, _cluster()]
 
 
-def doctor_table(findings: list[Examined]) -> Table:
+def doctor_table(findings: list[Diagnosis]) -> Table:
     """One line per check, for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("what", "state", "found"):
@@ -86,101 +86,101 @@ def doctor_table(findings: list[Examined]) -> Table:
     return table
 
 
-def _packages() -> Iterator[Examined]:
+def _packages() -> Iterator[Diagnosis]:
     for name in ("torch", "jupyterlab", "nbgrader", "papermill"):
         try:
-            yield Examined(name, "ok", metadata.version(name))
+            yield Diagnosis(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Examined(name, "missing", "not installed", "make install")
+            yield Diagnosis(name, "missing", "not installed", "make install")
 
 
-def _installation() -> Examined:
+def _installation() -> Diagnosis:
     if why := foreign_code():
         mend = f"use {sys.prefix}/bin/autograder, or `make install` here"
-        return Examined("installation", "missing", why, mend)
-    return Examined("installation", "ok", sys.prefix)
+        return Diagnosis("installation", "missing", why, mend)
+    return Diagnosis("installation", "ok", sys.prefix)
 
 
-def _kernels() -> Examined:
+def _kernels() -> Diagnosis:
     from jupyter_client.kernelspec import KernelSpecManager
 
     wanted = {f"torchrun-{get_lab(name).practice_world_size}" for name in lab_names()}
     there = KernelSpecManager().find_kernel_specs()
     if lacking := sorted(wanted - set(there)):
-        return Examined("kernels", "missing", f"no {', '.join(lacking)}", "make install")
-    return Examined(
+        return Diagnosis("kernels", "missing", f"no {', '.join(lacking)}", "make install")
+    return Diagnosis(
         "kernels", "ok", ", ".join(sorted(n for n in there if n.startswith("torchrun")))
     )
 
 
-def _sandbox() -> Examined:
+def _sandbox() -> Diagnosis:
     support = probe_support()
     if support.works:
-        return Examined("sandbox", "ok", support.reason)
+        return Diagnosis("sandbox", "ok", support.reason)
     mend = (
         "install bubblewrap, Podman, Docker or Apptainer; what you trust is graded with --trusted"
     )
-    return Examined("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
+    return Diagnosis("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
 
 
-def _limits() -> Examined:
+def _limits() -> Diagnosis:
     place = find_groups_folder()
     if place.root is not None:
-        return Examined("limits", "ok", f"by the kernel, in {place.reason}")
-    return Examined("limits", "ok", f"counted from outside, twice a second ({place.reason})")
+        return Diagnosis("limits", "ok", f"by the kernel, in {place.reason}")
+    return Diagnosis("limits", "ok", f"counted from outside, twice a second ({place.reason})")
 
 
-def _devices() -> Iterator[Examined]:
+def _devices() -> Iterator[Diagnosis]:
     import torch
 
     count = torch.cuda.device_count()
     if not count:
-        yield Examined("GPUs", "limited", "none: criteria that need one are BLOCKED, not counted")
+        yield Diagnosis("GPUs", "limited", "none: criteria that need one are BLOCKED, not counted")
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        yield Examined(
+        yield Diagnosis(
             f"GPU {index}", "ok", f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
         )
 
 
-def _cores() -> Examined:
+def _cores() -> Diagnosis:
     from autograder.batch.grade_class import default_jobs
 
     count = num_cores()
     most = max(get_lab(name).grading_world_size for name in lab_names())
     jobs = default_jobs(most)
-    return Examined("cores", "ok", f"{count}: {jobs} submissions at once, of {most} ranks at most")
+    return Diagnosis("cores", "ok", f"{count}: {jobs} submissions at once, of {most} ranks at most")
 
 
-def _shared_memory() -> Examined:
+def _shared_memory() -> Diagnosis:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Examined("/dev/shm", "limited", "not there: DataLoader's workers and NCCL need it")
+        return Diagnosis("/dev/shm", "limited", "not there: DataLoader's workers and NCCL need it")
     free = shutil.disk_usage(folder).free
     if free < MIN_SHM_BYTES:
         mend = "for a container: --shm-size=1g"
-        return Examined("/dev/shm", "limited", f"{free / (1 << 20):.0f} MiB free", mend)
-    return Examined("/dev/shm", "ok", f"{free / GIB:.1f} GiB free")
+        return Diagnosis("/dev/shm", "limited", f"{free / (1 << 20):.0f} MiB free", mend)
+    return Diagnosis("/dev/shm", "ok", f"{free / GIB:.1f} GiB free")
 
 
-def _key(course: Course) -> Examined:
+def _key(course: Course) -> Diagnosis:
     try:
         course.key()
     except CourseError as error:
-        return Examined("course key", "missing", str(error).split(":")[0], "autograder init")
-    return Examined("course key", "ok", str(course.key_path))
+        return Diagnosis("course key", "missing", str(error).split(":")[0], "autograder init")
+    return Diagnosis("course key", "ok", str(course.key_path))
 
 
-def _privacy(course: Course) -> Examined:
+def _privacy(course: Course) -> Diagnosis:
     if open_ := course.readable_by_others():
         names = ", ".join(open_)
         mend = "chmod -R go-rwx them; students get what `autograder release` writes"
-        return Examined("privacy", "limited", f"others on this machine can read {names}", mend)
-    return Examined("privacy", "ok", "answers and grades are for this user only")
+        return Diagnosis("privacy", "limited", f"others on this machine can read {names}", mend)
+    return Diagnosis("privacy", "ok", "answers and grades are for this user only")
 
 
-def _labs(course: Course) -> Iterator[Examined]:
+def _labs(course: Course) -> Iterator[Diagnosis]:
     lacking = []
     for name in lab_names():
         try:
@@ -188,23 +188,23 @@ def _labs(course: Course) -> Iterator[Examined]:
         except CourseError:
             lacking.append(name)
     if lacking:
-        yield Examined("labs", "limited", f"not released: {', '.join(lacking)}", "make build")
+        yield Diagnosis("labs", "limited", f"not released: {', '.join(lacking)}", "make build")
     else:
-        yield Examined("labs", "ok", ", ".join(lab_names()))
+        yield Diagnosis("labs", "ok", ", ".join(lab_names()))
 
 
-def _disk(course: Course) -> Iterator[Examined]:
+def _disk(course: Course) -> Iterator[Diagnosis]:
     place = course.build if course.build.is_dir() else course.root
     free = shutil.disk_usage(place).free
     enough = free >= MIN_FREE_BYTES
-    yield Examined(
+    yield Diagnosis(
         "disk",
         "ok" if enough else "limited",
         f"{free / GIB:.1f} GiB free at {place}",
         "" if enough else "a class leaves its notebooks and feedback there",
     )
     if not os.access(place, os.W_OK):
-        yield Examined(
+        yield Diagnosis(
             "disk",
             "missing",
             f"{place} cannot be written to",
@@ -213,7 +213,7 @@ def _disk(course: Course) -> Iterator[Examined]:
         )
     kind = _file_system(place)
     if kind in NETWORK_FILE_SYSTEMS:
-        yield Examined(
+        yield Diagnosis(
             "gradebook",
             "limited",
             f"{place} is on {kind}, which SQLite's locks do not trust",
@@ -238,10 +238,10 @@ def _file_system(place: Path) -> str:
     return kind
 
 
-def _cluster() -> Examined:
+def _cluster() -> Diagnosis:
     if shutil.which("sbatch") is None:
         text = "no sbatch: --executor slurm is not possible from this machine"
-        return Examined("Slurm", "limited", text)
+        return Diagnosis("Slurm", "limited", text)
     try:
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%R"],
@@ -257,6 +257,6 @@ def _cluster() -> Examined:
     if not ok:
         reason = (said.strip().splitlines() or ["sinfo failed"])[-1]
         mend = "ask who runs the cluster; SLURM_CONF names its configuration"
-        return Examined("Slurm", "limited", f"sbatch is here, but sinfo fails: {reason}", mend)
+        return Diagnosis("Slurm", "limited", f"sbatch is here, but sinfo fails: {reason}", mend)
     partitions = ", ".join(dict.fromkeys(said.split())) or "none"
-    return Examined("Slurm", "ok", f"grade --executor slurm; partitions: {partitions}")
+    return Diagnosis("Slurm", "ok", f"grade --executor slurm; partitions: {partitions}")
