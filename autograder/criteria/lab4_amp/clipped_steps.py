@@ -41,10 +41,10 @@ def judge_clip(case: Case) -> Iterator[Finding]:
 
 
 def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | None:
-    settings, steps = case.inputs[0]["settings"][name], expected_steps.all_steps(case, name)[rank]
-    wrong = expected_steps.wrong_steps(case, name, rank)
-    if wrong or steps is None:
-        return wrong or Finding("no steps came back.", rank)
+    steps = expected_steps.checked_steps(case, name, rank)
+    if isinstance(steps, Finding):
+        return steps
+    settings = case.inputs[0]["settings"][name]
     limit = settings["max_norm"]
     for number, step in enumerate(steps):
         whole = expected_steps.expected_update(case, name, step, base, rank)
@@ -135,7 +135,7 @@ def _other_finding(case: Case, rank: int) -> Finding | None:
             rank,
         )
     for name, what in (("bf16", "dtype=torch.bfloat16"), ("limited", "max_norm")):
-        for number, step in enumerate(expected_steps.all_steps(case, name)[rank] or ()):
+        for number, step in enumerate(expected_steps.steps_of(case, name, rank) or ()):
             known = expected_steps.valid(case, name, step)
             if known and step.taken and expected_steps.overflows(case, name, step):
                 return Finding(
@@ -151,7 +151,7 @@ def _old_finding(case: Case, rank: int) -> Finding | None:
 
     What is wrong in every step is charged by a different criterion.
     """
-    steps = expected_steps.all_steps(case, "limit")[rank] or []
+    steps = expected_steps.steps_of(case, "limit", rank) or []
     if not steps or not all(expected_steps.valid(case, "limit", s) and s.taken for s in steps):
         return None
     for base in (Base(), Base(local=True)):
@@ -173,10 +173,8 @@ def _old_finding(case: Case, rank: int) -> Finding | None:
 
 def _history_finding(case: Case, rank: int) -> Finding | None:
     """A finding if the losses of steps that were left out are missing."""
-    losses, steps = (
-        told(case.answers[rank], "main/losses"),
-        expected_steps.all_steps(case, "main")[rank],
-    )
+    losses = told(case.answers[rank], "main/losses")
+    steps = expected_steps.steps_of(case, "main", rank)
     taken = [step for step in steps or () if step.taken]
     if steps is None or not isinstance(losses, list) or len(losses) != len(taken) != len(steps):
         return None
@@ -189,10 +187,9 @@ def _history_finding(case: Case, rank: int) -> Finding | None:
 
 def _skip_finding(case: Case, name: str, rank: int) -> Finding | None:
     """What is wrong with the steps taken and left out; a gradient's size is not judged here."""
-    steps = expected_steps.all_steps(case, name)[rank]
-    wrong = expected_steps.wrong_steps(case, name, rank)
-    if wrong or steps is None:
-        return wrong or Finding("no steps came back.", rank)
+    steps = expected_steps.checked_steps(case, name, rank)
+    if isinstance(steps, Finding):
+        return steps
     taken, before = 0, ""
     local = _is_local(case, name, steps, rank)
     for number, step in enumerate(steps):

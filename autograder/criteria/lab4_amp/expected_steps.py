@@ -10,7 +10,7 @@ import numpy as np
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import as_number, told
-from autograder.criteria.criterion import Case, Finding, Values
+from autograder.criteria.criterion import Case, Finding
 from autograder.criteria.lab4_amp.recorded import LR
 
 RTOL = 1e-4  # relative to the largest entry of a gradient; everything is computed in float64
@@ -49,8 +49,11 @@ def _is_table(values: Any, rows: int, columns: int) -> TypeGuard[np.ndarray]:
     return right and values.dtype == np.float64
 
 
-def steps_of(answer: Values, run: str, size: int, given_lr: float | None) -> list[Step] | None:
+def steps_of(case: Case, run: str, rank: int) -> list[Step] | None:
     """The steps that a rank recorded; None if the answer is malformed."""
+    answer, settings = case.answers[rank], case.inputs[0]["settings"][run]
+    size = sum(p.size for p in oracle.parameters_of(case.inputs[0]))
+    given_lr = None if settings.get("scheduler") else settings.get("lr", LR)
     told_steps = told(answer, f"{run}/steps")
     before, after = answer.get(f"{run}/before"), answer.get(f"{run}/after")
     if not isinstance(told_steps, list) or not all(isinstance(s, dict) for s in told_steps):
@@ -136,7 +139,7 @@ def factor_between(got: np.ndarray, expected: np.ndarray) -> float | None:
 
 def base_of(case: Case, run: str, rank: int) -> Base | None:
     """How the steps of a plain run differ from right ones; None if in no way that is known."""
-    steps = all_steps(case, run)[rank]
+    steps = steps_of(case, run, rank)
     if not steps or not all(valid(case, run, step) and step.taken for step in steps):
         return None
     for local in (False, True):
@@ -150,35 +153,27 @@ def base_of(case: Case, run: str, rank: int) -> Base | None:
     return None
 
 
-def all_steps(case: Case, run: str) -> list[list[Step] | None]:
-    """`steps_of` for every rank."""
-    size = sum(p.size for p in oracle.parameters_of(case.inputs[0]))
-    settings = case.inputs[0]["settings"][run]
-    given_lr = None if settings.get("scheduler") else settings.get("lr", LR)
-    return [steps_of(answer, run, size, given_lr) for answer in case.answers]
-
-
 def valid(case: Case, run: str, step: Step) -> bool:
     """Whether every batch of a step is one of those that were handed out."""
     count = case.inputs[0]["settings"][run]["batches"]
     return bool(step.batches) and all(n in range(count) for n in step.batches)
 
 
-def wrong_steps(case: Case, run: str, rank: int, *, strict: bool = False) -> Finding | None:
-    """A finding unless each step has the batches that it should have.
+def checked_steps(case: Case, run: str, rank: int, *, strict: bool = False) -> list[Step] | Finding:
+    """The steps that a rank recorded, or a finding if one has not the batches that it should have.
 
     Without `strict`, the first or the last step may be missing: a different criterion charges that.
     """
     settings = case.inputs[0]["settings"][run]
     k, count = settings.get("accumulate", 1), settings["batches"]
     expected = [list(range(first, first + k)) for first in range(0, count, k)]
-    steps = all_steps(case, run)[rank]
+    steps = steps_of(case, run, rank)
     what = f"{count} batches, accumulate={k}"
     if steps is None:
         return Finding(f"{what}: no steps came back.", rank)
     got = [sorted(step.batches) for step in steps]
     if got == expected or (not strict and got in (expected[1:], expected[:-1]) and got):
-        return None
+        return steps
     if len(got) != len(expected):
         missing = sorted({n for group in expected for n in group} - {n for g in got for n in g})
         unseen = f" The model has not seen batch {_listed(missing)} (of 0 to {count - 1})."

@@ -18,11 +18,10 @@ from autograder.criteria.lab4_amp.recorded import BACKOFF, GROWTH
 
 def judge_fp16(case: Case) -> Iterator[Finding]:
     """Every step is one with the mean gradient, and the returned losses are unscaled."""
-    everyone = expected_steps.all_steps(case, "main")
-    for rank, steps in enumerate(everyone):
-        wrong = expected_steps.wrong_steps(case, "main", rank, strict=True)
-        if wrong or steps is None:
-            yield wrong or Finding("no steps came back.", rank)
+    for rank in range(case.world_size):
+        steps = expected_steps.checked_steps(case, "main", rank, strict=True)
+        if isinstance(steps, Finding):
+            yield steps
             continue
         for number, step in enumerate(steps):
             if not step.taken:
@@ -41,7 +40,7 @@ def judge_fp16(case: Case) -> Iterator[Finding]:
 
 def _bf16_finding(case: Case, rank: int) -> Iterator[Finding]:
     """In bf16, gradients are scaled as in fp16; `amp_loop_autocast` judges the dtype."""
-    for number, step in enumerate(expected_steps.all_steps(case, "bf16")[rank] or ()):
+    for number, step in enumerate(expected_steps.steps_of(case, "bf16", rank) or ()):
         if not expected_steps.valid(case, "bf16", step) or not step.taken:
             continue
         right = expected_steps.expected_update(case, "bf16", step, Base(), rank)
@@ -129,12 +128,10 @@ def _loss_findings(
 
 def judge_update(case: Case) -> Iterator[Finding]:
     """One update of the scale per step, after the step."""
-    for rank, (answer, steps) in enumerate(
-        zip(case.answers, expected_steps.all_steps(case, "main"), strict=True)
-    ):
-        wrong = expected_steps.wrong_steps(case, "main", rank)
-        if wrong or steps is None:
-            yield wrong or Finding("no steps came back.", rank)
+    for rank, answer in enumerate(case.answers):
+        steps = expected_steps.checked_steps(case, "main", rank)
+        if isinstance(steps, Finding):
+            yield steps
             continue
         base = expected_steps.base_of(case, "plain", rank) or Base()
         scale, told_scale = case.inputs[0]["settings"]["main"]["scale"], told(answer, "main/scale")
@@ -197,10 +194,10 @@ def _divides_late(case: Case, rank: int, steps: list[Step]) -> bool:
 def judge_accumulates(case: Case) -> Iterator[Finding]:
     """k batches per step give their mean gradient, one unscale, one step and one update."""
     for rank, answer in enumerate(case.answers):
-        plain, steps = (expected_steps.all_steps(case, name)[rank] for name in ("plain", "main"))
-        wrong = expected_steps.wrong_steps(case, "main", rank)
-        if wrong or steps is None:
-            yield wrong or Finding("no steps came back.", rank)
+        plain = expected_steps.steps_of(case, "plain", rank)
+        steps = expected_steps.checked_steps(case, "main", rank)
+        if isinstance(steps, Finding):
+            yield steps
             continue
         yield from _accumulation_finding(case, rank, steps)
         # What is wrong without accumulation, too, is charged by a different criterion.
