@@ -160,7 +160,7 @@ for file in ["/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory", 
         print("could write", file)
     except OSError as error:
         pass
-for file in ("a", "/tmp/b", "/dev/shm/c", os.path.expanduser("~/d")):
+for file in ("a", "/tmp/file-b", "/dev/shm/c", os.path.expanduser("~/d")):
     open(file, "w").write("x")
 attempts = ["mount -o remount,rw /usr", "umount /tmp", "unshare -Ur true",
             "unshare -Urm mount -o remount,bind,rw /usr", "unshare -Urm umount /usr"]
@@ -417,7 +417,7 @@ def fill(path, size):
         return "no limit"
     except OSError as error:
         return errno.errorcode[error.errno]
-print(fill("/dev/shm/a", 3), fill("/tmp/a", 5), fill("/tmp/b", 3), fill("/tmp/c", 3))
+print(fill("/dev/shm/a", 3), *(fill(f"/tmp/file-{n}", size) for n, size in enumerate((5, 3, 3))))
 try:
     bytearray(400 << 20)
     print("no limit")

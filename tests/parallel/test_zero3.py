@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zero_helper import Gpt, Plain, build, compare, compare_optimizer, train
+from zero_helper import STEPS, Gpt, Plain, build, compare, compare_optimizer, train
 
 from minidist.cost.comm import collective_seconds
 from minidist.emulate import Charged, ChargePlan, Cluster, Link
@@ -749,7 +749,7 @@ def sub_group():
     model = build()
     zero = Zero3(model, units=model.blocks, group=mine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
-    for batch in Gpt.batches(10)[:6]:
+    for batch in Gpt.batches(10)[:STEPS]:
         optimizer.zero_grad()
         part = [each.chunk(2)[rank // 2] for each in batch]
         model(*part).backward()

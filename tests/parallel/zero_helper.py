@@ -17,6 +17,7 @@ from minidist.data import make_tokens
 from minidist.model import GPT, GPTConfig, lm_loss
 
 BATCH = 12  # divides by 1, 2, 3 and 4
+STEPS = 4
 
 
 class Plain:
@@ -155,7 +156,7 @@ def train(
     skip_sync: bool = False,
     groups: bool = False,
     add_group: bool = False,
-    steps: int = 4,  # a group is added after two
+    steps: int = STEPS,  # a group is added after two
     start: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Some steps; the losses, norms, parameters and optimiser state at the end."""
