@@ -1237,9 +1237,10 @@ for option in FSDP1_OPTIONS:
 # parameter and token. The model's size cancels out: only tokens per step count.
 
 # %%
-from minidist.parallel.fsdp import shard_model
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-offloaded = shard_model(make_gpt(), lambda m: m.blocks, offload=True)
+offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinned memory needs a GPU
+offloaded = fsdp2(make_gpt(), offload_policy=offload)
 offload_losses = train(offloaded, torch.optim.AdamW(offloaded.parameters(), lr=3e-3))
 places = {p.to_local().device.type for p in offloaded.parameters()}
 
@@ -1751,7 +1752,7 @@ display(
 #
 # - Give `TinyZero1` parameter groups with different learning rates. What has to change?
 # - In the network explorer, set a latency of 100 µs. Who suffers, and why?
-# - Make one unit of two blocks (`shard_model(model, lambda m: [[m.blocks[0], m.blocks[1]], …])`),
+# - Make one unit of two blocks (`fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)`),
 #   and count all-gathers.
 #
 # Then do it yourself in [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb): ZeRO-1 that obeys a
