@@ -492,11 +492,9 @@ from minidist.profile import MemoryTracker
 def fsdp2(model: GPT, replicas: int = 1, **options):
     """Shards each block, and then the rest, over all ranks or over the ranks of each replica."""
     kind, n = "cuda" if dist.get_backend() == "nccl" else "cpu", dist.get_world_size()
-    if replicas == 1:
-        mesh = dist.init_device_mesh(kind, (n,), mesh_dim_names=("shard",))
-    else:
-        names = ("replicate", "shard")
-        mesh = dist.init_device_mesh(kind, (replicas, n // replicas), mesh_dim_names=names)
+    shape = (n,) if replicas == 1 else (replicas, n // replicas)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -519,8 +517,22 @@ def build(how: str, model: GPT):
     return model, torch.optim.AdamW(model.parameters(), **options)
 
 
-def study(how: str, build):
-    """Losses, bytes after a backward pass, and one more step, watched operation by operation."""
+def watch_step(model: GPT, call, optimizer):
+    """One more step, operation by operation: peak, totals, and where forward and backward end."""
+    tokens, answers = batch_of(NUM_STEPS)
+    optimizer.zero_grad()
+    ends = []
+    with MemoryTracker(model, optimizer) as tracker:
+        loss = lm_loss(call(tokens), answers)
+        ends.append(len(tracker.rows))
+        loss.backward()
+        ends.append(len(tracker.rows))
+        optimizer.step()
+    return tracker.peak, [row.total for row in tracker.rows], ends
+
+
+def study(how: str, build, watched: bool):
+    """Losses, bytes after a backward pass, and a step that is watched, or None."""
     model = make_gpt(torch.float32)
     call, optimizer = build(how, model)
     losses = train(call, optimizer)
@@ -528,22 +540,15 @@ def study(how: str, build):
     optimizer.zero_grad()
     lm_loss(call(tokens), answers).backward()
     counted = count_bytes(model, optimizer)  # before the step, when all gradients are there
-    optimizer.zero_grad()
-    ends = []  # number of operations at the end of forward and of backward
-    with MemoryTracker(model, optimizer) as tracker:
-        loss = lm_loss(call(tokens), answers)
-        ends.append(len(tracker.rows))
-        loss.backward()
-        ends.append(len(tracker.rows))
-        optimizer.step()
-    return losses, counted, (tracker.peak, [row.total for row in tracker.rows], ends)
+    return losses, counted, watch_step(model, call, optimizer) if watched else None
 
 
 HOWS = ("data parallel", "ZeRO-1", "ZeRO-2", "FSDP2")
+WATCHED = ("data parallel", "FSDP2")
 num_params = sum(p.numel() for p in make_gpt().parameters())
 curves, counted, memory = {}, {}, {}
 for how in HOWS:
-    curves[how], counted[how], memory[how] = study(how, build)
+    curves[how], counted[how], memory[how] = study(how, build, how in WATCHED)
 
 # %% [markdown]
 # First the model states, beside the formula:
@@ -600,7 +605,7 @@ display(
 
 # %%
 # %%rank 0
-rows = {how: np.array(memory[how][1]) / 1e6 for how in ("data parallel", "FSDP2")}
+rows = {how: np.array(memory[how][1]) / 1e6 for how in WATCHED}
 
 
 def phases(how: str) -> np.ndarray:
@@ -655,7 +660,7 @@ def build_by_hand(how: str, model: GPT):
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-our_losses, our_bytes, our_memory = study("ZeRO-3, ours", build_by_hand)
+our_losses, our_bytes, our_memory = study("ZeRO-3, ours", build_by_hand, watched=True)
 
 # %%
 # %%rank 0

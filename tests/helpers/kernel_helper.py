@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jupyter_client.manager import KernelManager
@@ -52,6 +53,13 @@ def place_of_sockets() -> str:
 def says_now(message: dict[str, Any]) -> bool:
     """Whether a cell has printed "now"."""
     return message["msg_type"] == "stream" and "now" in message["content"]["text"]
+
+
+def kernel_for_diagnose(*, executing: bool = True) -> SimpleNamespace:
+    """What `diagnose.where` asks a rank's kernel; no frame belongs to a cell."""
+    compiler = SimpleNamespace(format_code_name=lambda name: None)
+    shell = SimpleNamespace(compile=compiler)
+    return SimpleNamespace(executing=executing, collectives_before=0, cells_begun=[], shell=shell)
 
 
 class Kernel:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from kernel_helper import kernel as new_kernel
+from kernel_helper import kernel_for_diagnose
 
 from minidist.kernel.hang import describe, place
 from minidist.kernel.inside import diagnose
@@ -18,12 +19,7 @@ from minidist.kernel.watch import TELL_AFTER_S, Watch
 from minidist.processes.ports import free_port
 
 WAITS = "import sys, {}, time; print(flush=True); time.sleep(60)"
-KERNEL = SimpleNamespace(
-    executing=True,
-    collectives_before=0,
-    cells_begun=[],
-    shell=SimpleNamespace(compile=SimpleNamespace(format_code_name=lambda name: None)),
-)
+KERNEL = kernel_for_diagnose()
 
 
 @pytest.fixture

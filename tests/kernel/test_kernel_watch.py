@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from kernel_helper import kernel_for_diagnose
 
 from minidist.kernel.hang import Place
 from minidist.kernel.inside import diagnose
@@ -73,12 +74,7 @@ def test_a_function_of_a_library_is_named_by_what_the_cell_calls():
     while "wait" not in {frame.f_code.co_name for frame in diagnose._stack(thread)}:
         time.sleep(0.01)
     assert diagnose._called(diagnose._stack(thread), compiler) == "get()"
-    kernel = SimpleNamespace(
-        executing=False,
-        collectives_before=0,
-        cells_begun=[],
-        shell=SimpleNamespace(compile=SimpleNamespace(format_code_name=lambda name: None)),
-    )
+    kernel = kernel_for_diagnose(executing=False)
     while not (doing := diagnose.where(thread, kernel).get("doing")):  # until it sleeps
         time.sleep(0.01)
     assert doing == "has not begun the cell"

@@ -46,9 +46,8 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
                 for index in _iterator(sampler):
                     indices.append(_whole(index, answer))
                     if len(indices) == 1 and not torch.equal(before, torch.get_rng_state()):
-                        answer["moved the global generator"] = (
-                            True  # even if it is restored at the end
-                        )
+                        # Even if it is restored at the end.
+                        answer["moved the global generator"] = True
                 answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
                 if not torch.equal(before, torch.get_rng_state()):
                     answer["moved the global generator"] = True
