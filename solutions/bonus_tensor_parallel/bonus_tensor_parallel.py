@@ -619,9 +619,9 @@ check("btp_attention_traffic", ParallelAttention)
 # <details><summary>Hint</summary>
 #
 # `torch.get_rng_state()` and `torch.set_rng_state(state)` (with `torch.cuda.` in front for a GPU).
-# A first state: `torch.Generator().manual_seed(...).get_state()`. Keep a state in the object; swap
-# on the way in, and swap back in a `finally`. `contextlib.contextmanager` makes a context manager
-# of a method with `yield`.
+# A first state: `torch.Generator(DEVICE).manual_seed(...).get_state()`. Keep a state in the object;
+# swap on the way in, and swap back in a `finally`. `contextlib.contextmanager` makes a context
+# manager of a method with `yield`.
 # </details>
 
 

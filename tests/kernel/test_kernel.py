@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,10 @@ class TestConformance(jupyter_kernel_test.KernelTests):
 
     @classmethod
     def setUpClass(cls):
-        super().setUpClass()
+        # jedi gives no completions while a different kernel writes the cache that they share.
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        with patch.dict(os.environ, XDG_CACHE_HOME=folder):
+            super().setUpClass()
         cls.kc.execute_interactive("1", timeout=HANGS_S)  # its ranks start with the first cell
 
     def execute_helper(self, code: str, timeout: float = 120, **options: Any) -> Any:

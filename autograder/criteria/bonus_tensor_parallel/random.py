@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import described, is_floats, read_tensor, returned
 from autograder.criteria.common.places import hashing_as
 from autograder.criteria.common.pretending import in_world_of
+from autograder.criteria.common.virtual_gpu import GpuGenerator, VirtualGpus
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 COUNT, P = 200, 0.5
@@ -81,7 +82,26 @@ def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values
             answer[name] = _mask(context)
     with _among_more(make_stream, context), _forked(make_stream(inputs["seed"])):
         answer["more"] = _mask(context)
-    return {name: mask.astype(np.int64) for name, mask in answer.items()}
+    masks = {name: mask.astype(np.int64) for name, mask in answer.items()}
+    return masks | _observe_gpu(make_stream, inputs)
+
+
+def _observe_gpu(make_stream: Any, inputs: Values) -> Values:
+    """Numbers of this rank's GPU before, inside, between, inside and after two fork().
+
+    They are left out if the stream needs more of a GPU than `VirtualGpus` has.
+    """
+    gpus, answer = VirtualGpus(), {}
+    gpus.generator.manual_seed(inputs["common"])
+    numbers = [gpus.generator.draw(3)]
+    with suppress(Exception), gpus.found_by(make_stream):
+        stream = make_stream(inputs["seed"])
+        for _ in range(2):
+            with _forked(stream):
+                numbers.append(gpus.generator.draw(3))
+            numbers.append(gpus.generator.draw(3))
+        answer = {"gpu": np.array(numbers)}
+    return answer | {"gpu refused": gpus.refused}
 
 
 def _masks(case: Case, name: str) -> list[np.ndarray] | None:
@@ -143,6 +163,28 @@ def judge_inside(case: Case) -> Iterator[Finding]:
                 f"among {n + 1} ranks in place of {n} the same seed gives this rank a different "
                 "mask: it depends on the seed and the rank, on nothing else.",
                 rank,
+            )
+        else:
+            yield from _judge_gpu(case, rank)
+
+
+def _judge_gpu(case: Case, rank: int) -> Iterator[Finding]:
+    where = "where DEVICE is a GPU (torch.cuda is a stand-in here),"
+    found = [answer.get("gpu") for answer in case.answers]
+    if refused := case.answers[rank].get("gpu refused"):
+        yield Finding(f"{where} fork() fails: {str(refused)[:200]}.", rank)
+    elif all(is_floats(numbers, (5, 3)) for numbers in found):
+        common = GpuGenerator().manual_seed(case.inputs[rank]["common"])
+        inside = [tuple(numbers[1]) for numbers in found]
+        if not np.array_equal(found[rank][::2], [common.draw(3) for _ in range(3)]):
+            yield Finding(
+                f"{where} fork() moves the GPU's common generator: torch.get_rng_state() and "
+                "torch.set_rng_state() are the CPU's.",
+                rank,
+            )
+        elif inside.count(inside[rank]) > 1 or inside[rank] == tuple(found[rank][3]):
+            yield Finding(
+                f"{where} ranks, or two fork() of one rank, draw the same numbers inside.", rank
             )
 
 

@@ -8,6 +8,7 @@ Each criterion checks only its own part of the state and ignores whether other p
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from torch import nn
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import described, is_floats, item_of, plain
 from autograder.criteria.common.resumed import load_plain, own_random_numbers, saved
+from autograder.criteria.common.virtual_gpu import GpuGenerator, VirtualGpus
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (5, 7, 2)
@@ -315,7 +317,32 @@ def observe_rng(functions: Any, inputs: Values, context: Context) -> Values:
         state = _through_a_file(state, context, strict=True)
         _seed([1, 2, 3])
         restore_state(two, state)
-        return {"whole": np.array(whole), "resumed": np.array(_draws())}
+        answer = {"whole": np.array(whole), "resumed": np.array(_draws())}
+        return answer | _observe_gpu(functions, inputs, context)
+
+
+def _observe_gpu(functions: Any, inputs: Values, context: Context) -> Values:
+    """The numbers of this rank's GPU after collect_state and after restore_state.
+
+    They are left out if the functions need more of a GPU than `VirtualGpus` has.
+    """
+    collect_state, restore_state = functions
+    gpus = VirtualGpus()
+    one, two = (_training(inputs, inputs["settings"], context.device) for _ in range(2))
+    state, answer = None, {}
+    gpus.generator.manual_seed(inputs["seeds"][0]).draw(inputs["skip"])
+    with contextlib.suppress(Exception), gpus.found_by(functions):
+        state = collect_state(one)
+    whole = np.array(gpus.generator.draw(3))
+    collected: list[Any] = [None] * context.world_size
+    dist.all_gather_object(collected, state is not None)
+    if all(collected):
+        state = _through_a_file(state, context, strict=True)
+        gpus.generator.manual_seed(1)
+        with contextlib.suppress(Exception), gpus.found_by(functions):
+            restore_state(two, state)
+            answer = {"gpu/whole": whole, "gpu/resumed": np.array(gpus.generator.draw(3))}
+    return answer | {"gpu/refused": gpus.refused}
 
 
 def _expected_draws(inputs: Values) -> np.ndarray:
@@ -340,6 +367,7 @@ def judge_rng(case: Case) -> Iterator[Finding]:
     All ranks may gather the states, or rank 0 alone.
     """
     expected = [_expected_draws(inputs) for inputs in case.inputs]
+    of_gpus = [_expected_of_gpu(inputs) for inputs in case.inputs]
     for rank, answer in enumerate(case.answers):
         right, got = expected[rank], answer.get("resumed")
         if not np.array_equal(answer.get("whole", ()), right):
@@ -349,6 +377,7 @@ def judge_rng(case: Case) -> Iterator[Finding]:
             yield Finding("no random numbers came back.", rank)
             continue
         if np.array_equal(got, right):
+            yield from _judge_gpu(rank, answer, of_gpus)
             continue
         wrong = [
             name
@@ -369,6 +398,37 @@ def judge_rng(case: Case) -> Iterator[Finding]:
         yield Finding(
             f"after restore_state the random numbers of {', '.join(wrong)} are not those that "
             f"came after collect_state: {why}",
+            rank,
+        )
+
+
+def _expected_of_gpu(inputs: Values) -> np.ndarray:
+    generator = GpuGenerator().manual_seed(inputs["seeds"][0])
+    generator.draw(inputs["skip"])
+    return np.array(generator.draw(3))
+
+
+def _judge_gpu(rank: int, answer: Values, expected: list[np.ndarray]) -> Iterator[Finding]:
+    where = "where torch finds a GPU for each rank (torch.cuda is a stand-in here),"
+    whole, got = answer.get("gpu/whole"), answer.get("gpu/resumed")
+    if refused := answer.get("gpu/refused"):
+        yield Finding(
+            f"{where} the state of this rank's GPU cannot be collected and restored: "
+            f"{str(refused)[:200]}.",
+            rank,
+        )
+    elif whole is not None and not np.array_equal(whole, expected[rank]):
+        yield Finding(f"{where} collect_state itself draws random numbers of the GPU.", rank)
+    elif got is not None and not np.array_equal(got, expected[rank]):
+        of = [other for other, numbers in enumerate(expected) if np.array_equal(got, numbers)]
+        why = (
+            f"they are those of rank {of[0]}: give each rank its own, by RANK."
+            if of
+            else "torch.cuda.get_rng_state() and set_rng_state(…) are the GPU's."
+        )
+        yield Finding(
+            f"{where} its random numbers after restore_state are not those that came after "
+            f"collect_state: {why}",
             rank,
         )
 

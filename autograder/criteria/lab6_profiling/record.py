@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,10 @@ from autograder.criteria.common.answers import (
     naming,
     read,
     returned,
+    told,
 )
+from autograder.criteria.common.pretending import namespace, pretending
+from autograder.criteria.common.virtual_gpu import VirtualGpus
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import (
     KINDS,
@@ -69,7 +73,36 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
             time.sleep(0.05)
     names = [path.name for path in left]
     names += [f"{path.name} (in the folder for temporary files)" for path in temporary]
-    return {"runs": runs, "left": sorted(names)[:3], "written": written}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
+        asked = _asked_with_gpu(profile_steps, context)
+    return {"runs": runs, "left": sorted(names)[:3], "written": written, "asked": asked}
+
+
+def _asked_with_gpu(profile_steps: Any, context: Context) -> list[list[str]]:
+    """What it asks torch's profiler to record where torch finds a GPU; [] if that is not seen.
+
+    Each item has the activities of one profiler; without any, torch records all that it can.
+    """
+    asked: list[list[str]] = []
+
+    class Noting(torch.profiler.profile):
+        def __init__(self, *, activities: Any = None, **options: Any) -> None:
+            asked.append([activity.name for activity in activities or ()])
+            super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **options)
+
+    if any(_has_activities(value) for value in namespace(profile_steps).values()):
+        return []  # chosen when the cell ran, so for this machine
+    weight = _weight(context)
+    gpus, instead = VirtualGpus(), {(torch.profiler, "profile"): Noting}
+    with suppress(Exception), gpus.found_by(profile_steps), pretending(profile_steps, instead):
+        profile_steps(lambda: _train(weight), warmup=0, num_steps=1)
+    return asked
+
+
+def _has_activities(value: Any) -> bool:
+    return isinstance(value, list | tuple | set) and any(
+        isinstance(item, torch.profiler.ProfilerActivity) for item in value
+    )
 
 
 def _train(weight: torch.Tensor) -> None:
@@ -144,6 +177,14 @@ def judge_record(case: Case) -> Iterator[Finding]:
                 rank,
             )
             continue
+        asked = told(answer, "asked")
+        for names in asked if isinstance(asked, list) else []:
+            if isinstance(names, list) and names and "CUDA" not in names:
+                yield Finding(
+                    "where torch finds a GPU (torch.cuda is a stand-in here), the profiler records "
+                    f"{', '.join(map(str, names))[:100]} alone: the GPU is ProfilerActivity.CUDA.",
+                    rank,
+                )
         for number, run in enumerate(inputs["runs"]):
             got = item_of(answer.get("runs"), number)
             found = got if isinstance(got, dict) else {}

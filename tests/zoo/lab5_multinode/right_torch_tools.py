@@ -14,7 +14,8 @@ def collect_state(training):
     model, optimizer = get_state_dict(training.model, training.optimizer)
     numbers = np.random.get_state(legacy=False)
     numbers["state"]["key"] = torch.from_numpy(numbers["state"]["key"].astype(np.int64))
-    mine = [torch.random.get_rng_state(), numbers, random.getstate()]
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    mine = [torch.random.get_rng_state(), numbers, random.getstate(), gpus]
     all_numbers = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, all_numbers, dst=0)
     sampler = vars(training.sampler)
@@ -40,9 +41,11 @@ def restore_state(training, state):
     training.scheduler.load_state_dict(state["scheduler"])
     vars(training.sampler).update(state["sampler"])
     training.step = state["step"]
-    torch_numbers, numbers, python = state["numbers"][dist.get_rank()]
+    torch_numbers, numbers, python, gpus = state["numbers"][dist.get_rank()]
     numbers["state"]["key"] = numbers["state"]["key"].numpy().astype(np.uint32)
     torch.random.set_rng_state(torch_numbers)
+    if gpus:
+        torch.cuda.set_rng_state_all(gpus)
     np.random.set_state(numbers)
     random.setstate(python)
 
