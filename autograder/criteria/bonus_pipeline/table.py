@@ -28,7 +28,6 @@ _run_emulated = partial(
     plan=charge_plan,
     deadline_s=40.0,
 )
-_real = partial(_run, deadline_s=20.0)
 _JUDGE_PIPELINE = tuple(
     f"pipe_{what}"
     for what in (
@@ -71,11 +70,11 @@ LAB = Lab(
             observe=model.observe_choice, judge=model.judge_choice,
             stand_ins=("bubble_fraction",), relies_on=("pipe_bubble",),
         ),
-        _real(
+        _run(
             name="pipe_gradients", title="the gradients of the whole batch", points=8,
             draw=values.draw_gradients, judge=values.judge_gradients,
         ),
-        _real(
+        _run(
             name="pipe_orders", title="whatever the schedule, and without a deadlock", points=8,
             draw=orders.draw_orders, observe=orders.observe_orders, judge=orders.judge_orders,
         ),

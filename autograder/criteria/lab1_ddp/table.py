@@ -21,7 +21,7 @@ _SCRIPT = "Task 5, a script under torchrun"
 _VERIFY = "Task 6, are the gradients in sync?"
 _SCRATCH = "Task 7, DDP from scratch"
 
-_sampler = partial(Criterion, task=_SAMPLER, world="none", observe=sampler.observe, deadline_s=15.0)
+_sampler = partial(Criterion, task=_SAMPLER, world="none", observe=sampler.observe)
 _train = partial(Criterion, task=_LOOP, observe=training.observe_train)
 _scratch = partial(Criterion, task=_SCRATCH)
 _emulated = partial(

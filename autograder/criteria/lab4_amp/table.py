@@ -26,7 +26,7 @@ _CHOICE = "Task 6, fp16, bf16 or neither"
 _MASTERS = "Task 7, master weights"
 _HOOK = "Task 8, gradients travel in 16 bits"
 
-_scaler = partial(Criterion, task=_SCALER, deadline_s=20.0)
+_scaler = partial(Criterion, task=_SCALER)
 _loop = partial(Criterion, task=_LOOP)
 _gpu = partial(
     Criterion, task=_LOOP, needs="cuda", draw=draw_seeds, observe=gpu.observe, deadline_s=120.0
@@ -51,7 +51,7 @@ LAB = Lab(
         Criterion(
             name="amp_lost_share", title="what underflows in a format", task=_FORMATS, points=4,
             world="none", draw=formats.draw_share, observe=formats.observe_share,
-            judge=formats.judge_share, deadline_s=15.0,
+            judge=formats.judge_share,
         ),
         Criterion(
             name="amp_safe_scale", title="the largest scale that overflows on no rank",

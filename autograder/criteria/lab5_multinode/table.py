@@ -22,14 +22,12 @@ _SCRIPT = "Task 5, a script for two nodes"
 _LINK = "Task 6, how fast is the link?"
 _HIERARCHY = "Task 7, spare the slow link"
 
-_places = partial(Criterion, task=_PLACES, world="none", deadline_s=15.0)
-_network = partial(
-    Criterion, task=_NETWORK, world="none", observe=network.observe_interface, deadline_s=15.0
-)
+_places = partial(Criterion, task=_PLACES, world="none")
+_network = partial(Criterion, task=_NETWORK, world="none", observe=network.observe_interface)
 _checkpoints = partial(Criterion, task=_CHECKPOINTS, world="none", deadline_s=40.0)
 _resume = partial(Criterion, task=_RESUME, deadline_s=30.0)
 _script = partial(Criterion, task=_SCRIPT, world="none")
-_link = partial(Criterion, task=_LINK, world="none", deadline_s=15.0)
+_link = partial(Criterion, task=_LINK, world="none")
 _hierarchy = partial(Criterion, task=_HIERARCHY, world="emulated", deadline_s=40.0)
 
 LAB = Lab(

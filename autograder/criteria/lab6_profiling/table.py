@@ -38,7 +38,7 @@ _after_plan: dict[str, Any] = {
     "stand_ins": ("plan_buckets",),
     "relies_on": ("prof_bucket_plan",),
 }
-_share = partial(Criterion, task=_SHARES, world="none", deadline_s=20.0)
+_share = partial(Criterion, task=_SHARES, world="none")
 _cause = partial(
     Criterion,
     task=_CAUSES,
@@ -97,12 +97,12 @@ LAB = Lab(
         Criterion(
             name="prof_spans_cpu", title="reads the trace of a CPU", task=_RECORD, points=4,
             world="none", draw=record.draw_cpu, observe=record.observe_spans,
-            judge=record.judge_spans, deadline_s=20.0,
+            judge=record.judge_spans,
         ),
         Criterion(
             name="prof_spans_gpu", title="reads the trace of a GPU", task=_RECORD, points=4,
             world="none", draw=record.draw_gpu, observe=record.observe_spans,
-            judge=record.judge_spans, deadline_s=20.0,
+            judge=record.judge_spans,
         ),
         _share(
             name="prof_utilisation", title="how busy the device is", points=5,
@@ -195,12 +195,12 @@ LAB = Lab(
         Criterion(
             name="prof_scaling", title="speed-up and efficiency, weak and strong", task=_SCALING,
             points=3, world="none", draw=scaling.draw_scaling, observe=scaling.observe_scaling,
-            judge=scaling.judge_scaling, deadline_s=20.0,
+            judge=scaling.judge_scaling,
         ),
         Criterion(
             name="prof_report", title="a report that agrees with its log", task=_SCALING,
             points=3, world="none", draw=scaling.draw_report, observe=scaling.observe_report,
-            judge=scaling.judge_report, deadline_s=20.0,
+            judge=scaling.judge_report,
         ),
         Criterion(
             name="prof_overhead", title="what communication costs in a step", task=_SCALING,
