@@ -379,18 +379,19 @@ def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
 def _epochs(case: Case) -> list[list[np.ndarray]] | Finding:
     """Per epoch and rank the sample numbers, or a finding if the records are wrong."""
     inputs = case.inputs[0]
-    low, high = inputs["n"] // case.world_size, -(-inputs["n"] // case.world_size)
+    expected = -(-inputs["n"] // case.world_size)
     rows = []
     for rank, answer in enumerate(case.answers):
         seen = answer.get("seen")
         if not is_floats(seen) or seen.ndim != 1:
             return Finding("no samples went through the model.", rank)
         per_epoch, rest = divmod(len(seen), inputs["num_epochs"])
-        if rest or per_epoch not in (low, high):
+        if rest or per_epoch != expected:
             return Finding(
                 f"{len(seen)} samples went through this rank's model in {inputs['num_epochs']} "
                 f"epoch(s) over {inputs['n']} samples on {case.world_size} ranks, expected "
-                f"{high} in each. A DistributedSampler gives each rank its share.",
+                f"{expected} in each. A DistributedSampler gives each rank its share, equally many "
+                "to all.",
                 rank,
             )
         rows.append(np.split(seen, inputs["num_epochs"]))
@@ -400,7 +401,7 @@ def _epochs(case: Case) -> list[list[np.ndarray]] | Finding:
 def judge_shares(case: Case) -> Iterator[Finding]:
     """In an epoch every sample goes through exactly one rank.
 
-    Shares may be padded to the same length, so a few samples may come twice.
+    Shares are padded to the same length, so a few samples come twice.
     """
     epochs = _epochs(case)
     if isinstance(epochs, Finding):
@@ -441,11 +442,11 @@ def judge_epochs(case: Case) -> Iterator[Finding]:
                     rank,
                 )
                 return
-    shares = [[set(own.tolist()) for own in epoch] for epoch in epochs]
+    shares = [{frozenset(own.tolist()) for own in epoch} for epoch in epochs]
     if case.world_size > 1 and all(epoch == shares[0] for epoch in shares):
         yield Finding(
-            "each rank has the same samples in every epoch, only in another order: deal all "
-            "samples out anew, from another permutation of the whole dataset."
+            "the ranks have the same shares in every epoch, only in another order or handed on: "
+            "deal all samples out anew, from another permutation of the whole dataset."
         )
 
 

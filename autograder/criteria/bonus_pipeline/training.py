@@ -22,14 +22,14 @@ STEPS, LR = 4, 1e-3
 def draw_train(draw: Draw) -> list[Values]:
     """Several steps, each with a batch of its own, and gradients far larger than 1.
 
-    Even larger ones are there before the first step.
+    So large ones are there before the first step that float32 loses the others beside them.
     """
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
     m = draw.world_size + 2
     for number in range(STEPS):
         parts.add_case(inputs, draw, [gpipe_of(m)] * draw.world_size, [3] * m)
         inputs[-1][f"y/{number}"] *= 100
-    parts.add_old_gradients(inputs, draw, scale=1e3)
+    parts.add_old_gradients(inputs, draw, scale=1e12)
     return inputs
 
 

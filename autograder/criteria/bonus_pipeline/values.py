@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from autograder.criteria.bonus_pipeline import parts
-from autograder.criteria.bonus_pipeline.plan import Step, gpipe_of
+from autograder.criteria.bonus_pipeline.plan import Step, gpipe_of, one_f_one_b_everywhere
 from autograder.criteria.common.answers import item_of, short
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -83,7 +83,8 @@ def draw_uneven(draw: Draw) -> list[Values]:
     """Micro-batches of different sizes; a sample's target is repeated, as often as drawn.
 
     Then as many of equal size, to compare with. Code that takes all sizes but the last for the
-    first one gets a wrong sum, whatever the order of the sizes.
+    first one gets a wrong sum, whatever the order of the sizes. Last 1F1B, in which different sizes
+    go forward after a backward.
     """
     rng = draw.shared()
     inputs = parts.draw_stages(draw, parts.draw_widths(draw, equal=True))
@@ -93,6 +94,7 @@ def draw_uneven(draw: Draw) -> list[Values]:
     for values in inputs:
         values["cases"][0]["repeats"] = repeats
     parts.add_case(inputs, draw, everywhere(draw, gpipe_of(len(sizes))), [3] * len(sizes))
+    parts.add_case(inputs, draw, one_f_one_b_everywhere(draw.world_size, len(sizes)), sizes)
     return inputs
 
 
@@ -188,16 +190,18 @@ def judge_uneven(case: Case) -> Iterator[Finding]:
             last,
         )
         return
+    yield from parts.judge_direction(
+        case, 2, f"{what}, 1F1B", parts.solve(case, 2)[1], one_factor=False
+    )
 
 
 def observe_loss(run_pipeline: Any, inputs: Values, context: Context) -> Values:
-    """The losses that `run_pipeline` returns on this rank."""
+    """The losses that `run_pipeline` has returned on this rank, read after the last call."""
     losses = []
     for number in range(len(inputs["cases"])):
         stage = parts.make_stage(inputs, context)
-        loss = run_pipeline(*parts.arguments(stage, inputs, context, number))
-        losses.append(parts.read_loss(loss))
-    return {"losses": losses}
+        losses.append(run_pipeline(*parts.arguments(stage, inputs, context, number)))
+    return {"losses": [parts.read_loss(loss) for loss in losses]}
 
 
 def judge_loss(case: Case) -> list[Finding]:
@@ -221,6 +225,8 @@ def judge_loss(case: Case) -> list[Finding]:
                     why = " The last rank has no right loss either."
             elif type(got) is float and abs(got - m * right) < 1e-5 * m * right:
                 why = " That is the sum over micro-batches, not their mean."
+            elif number == 0 and got == item_of(losses, 1):
+                why = " It has become the loss of the next call: return a new tensor each time."
             findings.append(
                 Finding(
                     f"{m} micro-batches: the loss of the batch is {right:.6g}, returned was "
