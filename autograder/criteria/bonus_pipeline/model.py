@@ -26,9 +26,9 @@ def draw(rng: np.random.Generator) -> Values:
         for _ in range(CASES)
     ]
     cases[0][:2] = [1, 5]
-    # In the third and fourth the bubble is exactly the limit, without rounding in any formula.
+    # From the third to the fifth the bubble is exactly the limit, without rounding in any formula.
     many, stages = int(rng.integers(20, 41)), int(rng.integers(3, 8))
-    wanted: list[list[float]] = [[1, 0.1], [4, 0.9], [many, 1 / 128], [stages, 0.25]]
+    wanted: list[list[float]] = [[1, 0.1], [4, 0.9], [many, 1 / 128], [stages, 0.25], [2, 2.0**-17]]
     wanted.append([int(rng.integers(2, 33)), 1.0])  # any bubble will do
     while len(wanted) < CASES:
         stages, bubble = int(rng.integers(2, 33)), round(float(rng.uniform(0.03, 0.5)), 3)

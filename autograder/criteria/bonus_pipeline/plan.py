@@ -26,17 +26,17 @@ FORWARD, BACKWARD = "forward", "backward"
 def draw_cut(rng: np.random.Generator) -> Values:
     """Layers of different costs, where equal layer counts make bad stages; and some easy cases.
 
-    Some costs are small whole numbers, some zero, some fractions far below one, some FLOPs; none is
-    rounded.
+    Some costs are small whole numbers, some zero, some fractions far below one, some FLOPs; no sum
+    of them is rounded.
     """
-    cases: list[list[Any]] = [[[3, 1, 2], 1], [[5, 1, 1, 1], 4]]
+    cases: list[list[Any]] = [[[3, 1, 2], 1], [[5, 1, 1, 1], 4], [[0, 2, 0], 3]]
     # Sums that are as equal as possible (2, 4, 7) are not the cheapest cut (6, 6, 1).
     k = int(rng.integers(2, 9))
     cases.append([[2 * k, 4 * k, 6 * k, k], 3])
     # Layers that only reshape cost nothing, wherever they are.
     a, b, c = (int(cost) for cost in rng.integers(1, 30, 3))
     cases.append([[0, a, 0, b, c, 0], 3])
-    units = [1] * 7 + [2.0**-10] * 2 + [2.0**-20, 10**12]
+    units = [1] * 8 + [2.0**-10] * 2 + [2.0**-20, 10**12]
     while len(cases) < len(units):
         unit = units[len(cases)]
         costs = [unit * int(c) for c in rng.integers(1, 30, int(rng.integers(6, 13)))]

@@ -39,7 +39,13 @@ def _optimizer(stage: nn.Module) -> torch.optim.SGD:
 
 
 def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after each of a few steps, and the loss that it returns."""
+    """The parameters after each of a few steps, and the loss that it returns.
+
+    A step of a different stage comes before them, so that the first call is none of its process.
+    """
+    earlier = parts.make_stage(inputs, context)
+    given = parts.arguments(earlier, inputs, context, 0)
+    train_step(given[0], _optimizer(earlier), *given[1:])
     stage = parts.make_stage(inputs, context)
     optimizer = _optimizer(stage)
     parts.set_old_gradients(stage, inputs)
