@@ -7,6 +7,7 @@ weight.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -66,9 +67,13 @@ def draw_steps(draw: Draw) -> list[Values]:
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """Numbers of batches one above and one below a multiple of k, and one below k itself."""
+    """Numbers of batches one above and one below a multiple of k, and one below k itself.
+
+    The last run is a second epoch, in which groups begin anew.
+    """
     k = int(draw.shared().integers(3, 6))
-    return _draw(draw, [{"k": k, "n": n} for n in (2 * k + 1, 3 * k - 1, k - 1)])
+    runs: list[Values] = [{"k": k, "n": n} for n in (2 * k + 1, 3 * k - 1, k - 1)]
+    return _draw(draw, [*runs, runs[0] | {"goes_on": True}])
 
 
 def draw_zero_grad(draw: Draw) -> list[Values]:
@@ -164,6 +169,7 @@ class Batches:
     Attributes:
         passes: how often somebody began to go through the batches.
         held: the most batches that were handed out, but in no step, when a new one was asked for.
+        alive: the most batches that were in memory then.
     """
 
     def __init__(
@@ -172,17 +178,24 @@ class Batches:
         entered: Callable[[], int] = lambda: 0,
     ) -> None:
         self._batches, self._entered = batches, entered
-        self.passes, self.held = 0, 0
+        self.passes, self.held, self.alive = 0, 0, 0
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self.passes += 1
-        for number, batch in enumerate(self._batches):
-            self.held = max(self.held, number - self._entered())
-            yield batch
-        self.held = max(self.held, len(self) - self._entered())
+        handed_out: list[weakref.ref[torch.Tensor]] = []
+        for number, (x, y) in enumerate(self._batches):
+            self._note(number, handed_out)
+            batch = x.clone()
+            handed_out.append(weakref.ref(batch))
+            yield batch, y
+        self._note(len(self), handed_out)
+
+    def _note(self, number: int, handed_out: list[weakref.ref[torch.Tensor]]) -> None:
+        self.held = max(self.held, number - self._entered())
+        self.alive = max(self.alive, sum(ref() is not None for ref in handed_out))
 
 
 def _loader(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> DataLoader:
@@ -266,7 +279,7 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
         answer[f"steps/{number}"] = len(training.gradients)
         answer[f"schedule/{number}"] = training.schedule
         answer[f"end/{number}"] = training.position
-        answer[f"data/{number}"] = [plain.passes, plain.held]
+        answer[f"data/{number}"] = [plain.passes, plain.held, plain.alive]
         answer[f"filled/{number}"] = sorted(training.filled)
         for step, gradient in enumerate(training.gradients):
             for i, g in enumerate(gradient):
@@ -275,12 +288,12 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_steps(train_epoch: Any, inputs: Values, context: Context) -> Values:
-    """Like `observe`, and the memory of an epoch of large batches."""
+    """Like `observe`, and the memory of an epoch of large batches, with a tail."""
     answer = observe(train_epoch, inputs, context)
     model = oracle.mlp(inputs).to(context.device)
     x, y = (torch.from_numpy(inputs[f"{n}/0/0"]).to(context.device).repeat(40, 1) for n in "xy")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    batches = Batches([(x, y)] * (2 * MEMORY_K))
+    batches = Batches([(x, y)] * (2 * MEMORY_K - 1))
     answer["peak"] = peak_of(
         lambda: train_epoch(model, batches, oracle.mse, optimizer, accumulation_steps=MEMORY_K),
         lambda: oracle.mse(model(x), y).backward(),

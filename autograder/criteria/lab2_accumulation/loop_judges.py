@@ -120,12 +120,12 @@ def judge_steps(case: Case) -> Iterator[Finding]:
 
 
 def _too_much_data(case: Case, rank: int) -> Finding | None:
-    """A finding if an epoch's batches were asked for twice, or more than two groups were held."""
+    """A finding if an epoch's batches were asked for twice, or more than two groups were kept."""
     for number, run in enumerate(case.inputs[rank]["runs"]):
         k, data = run["k"], told(case.answers[rank], f"data/{number}")
-        if not isinstance(data, list) or len(data) != 2 or not all(type(n) is int for n in data):
+        if not isinstance(data, list) or len(data) != 3 or not all(type(n) is int for n in data):
             continue
-        passes, held = data
+        passes, held, alive = data
         head = f"{run['n']} batches, accumulation_steps={k}: "
         if passes > 1:
             return Finding(
@@ -138,6 +138,12 @@ def _too_much_data(case: Case, rank: int) -> Finding | None:
                 f"{head}{held} of them had been taken from `batches` and had entered no step yet. "
                 "They come one by one, and an epoch does not fit into memory: train on each group "
                 "before you take the next.",
+                rank,
+            )
+        if alive > 2 * k + 1:
+            return Finding(
+                f"{head}{alive} of them were in memory at once, most of which had entered a step. "
+                "An epoch does not fit into memory: keep none beyond its group.",
                 rank,
             )
     return None

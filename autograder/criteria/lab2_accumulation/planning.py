@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import item_of, number_or_none, told
+from autograder.criteria.common.resumed import own_random_numbers
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- arithmetic ----------------------------------------------------------------------------------
@@ -29,6 +31,10 @@ def draw_batch_size(draw: Draw) -> list[Values]:
     for k, rest in ((3, 1), (3, -1), (1, 0), (1, -1)):
         micro, ranks = (int(v) for v in rng.integers(2, 17, size=2))
         rows.append([micro, k, ranks, rest])
+    # So many samples a round that one more or less is lost in a quotient.
+    for rest in (1, -1):
+        micro, ranks = (int(v) for v in rng.integers(500, 1000, size=2))
+        rows.append([micro, 2, ranks, rest])
     # A batch that is a multiple of the micro-batch and of the ranks, but not of their product.
     common, a, b = (int(v) for v in rng.integers(2, 5, size=3))
     rows.append([common * a, 2, common * b, common * a * b])
@@ -38,8 +44,12 @@ def draw_batch_size(draw: Draw) -> list[Values]:
             int(rng.integers(1, 9)) * 32,
             int(rng.integers(1, 100)) * 32,
         ]
-        for _ in range(3)
+        for _ in range(4)
     ]
+    rates[-2][1:] = [
+        32,
+        int(rng.integers(1000, 2000)) * 32,
+    ]  # a batch more than 1,000 times as large
     rates[-1][1:] = [int(rng.integers(5, 9)) * 32, int(rng.integers(1, 5)) * 32]  # a smaller batch
     return [{"rows": rows, "rates": rates} for _ in range(draw.world_size)]
 
@@ -111,6 +121,14 @@ def draw_convergence(draw: Draw) -> list[Values]:
 
 
 def observe_convergence(compare_convergence: Any, inputs: Values, context: Context) -> Values:
+    """`_observe_convergence`, with different states of the default generators on each rank."""
+    with own_random_numbers():
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(context.rank)
+        return _observe_convergence(compare_convergence, inputs, context)
+
+
+def _observe_convergence(compare_convergence: Any, inputs: Values, context: Context) -> Values:
     """Curves made with our own training step, and the sizes of the micro-batches that it got."""
     sizes: list[list[int]] = []
 
