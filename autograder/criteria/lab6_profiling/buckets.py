@@ -279,7 +279,8 @@ def draw_tuning(rng: np.random.Generator) -> Values:
     """Networks with high latency and huge gradients, or low bandwidth and small gradients.
 
     On one of them the last gradient is as large as all others together, and the best cap is far
-    below its size. On another, the best plan has many buckets, but not one for each gradient.
+    below its size. On another, the best plan has many buckets, but not one for each gradient. The
+    first one's gradients come again in a network with high latency.
     """
     cases: list[Any] = []
     for number in range(5):
@@ -308,7 +309,10 @@ def draw_tuning(rng: np.random.Generator) -> Values:
             network["sizes"][-1] = sum(network["sizes"][:-1])
             network["s_per_byte"] /= 2
         cases.append(network)
-    return {"cases": [cases[i] for i in rng.permutation(5)]}
+    scale, sizes = sum(cases[0]["backward_s"]), cases[0]["sizes"]
+    slow = {"fixed_s": 2.85 * scale / len(sizes), "s_per_byte": 0.08 * scale / sum(sizes)}
+    cases.append(cases[0] | slow)
+    return {"cases": [cases[i] for i in rng.permutation(len(cases))]}
 
 
 def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:

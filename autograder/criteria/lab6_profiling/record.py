@@ -337,6 +337,12 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> Non
         record.add("aten::empty", "cpu_op", 1, a, a + 10)  # begins or ends with the loader
         record.add("aten::cat", "cpu_op", 1, b - 20, b)
         record.add("aten::" + draw_name(rng), "cpu_op", 2, a + 50, a + 90)  # on a different thread
+        # No operators, so the loader does not cover them.
+        record.add("host: " + draw_name(rng), "user_annotation", 1, a + 30, a + 40)
+        record.add("gloo:" + draw_name(rng), "user_annotation", 1, a + 100, a + 110)
+        # They begin or end in the loader's event, and do not lie within it.
+        record.add("aten::" + draw_name(rng), "cpu_op", 1, a - 1.5, a + 5)
+        record.add("aten::" + draw_name(rng), "cpu_op", 1, b - 5, b + 15)
     record.add("aten::" + draw_name(rng), "cpu_op", 1, 1110, 1190)
     record.each("aten::", "cpu_op", 1, 1200, 3000, 5)
     record.each("aten::", "cpu_op", 2, 1500, 3500, 3)
@@ -365,6 +371,7 @@ def _gpu_events(record: _Recorder, rng: np.random.Generator, number: int) -> Non
     record.each("aten::", "cpu_op", 1, 5500, 7000, 5)  # only launch kernels
     record.each("cudaLaunchKernel ", "cuda_runtime", 1, 5500, 7000, 5)
     record.each("nccl:", "user_annotation", 1, 6000, 7000, 2)
+    record.each("gloo:", "user_annotation", 1, 4000, 5000, 2)
     for prefix in ("nccl:", "gloo:", "host: ", ""):  # torch's copies of annotations, on the GPU
         record.each(prefix, "gpu_user_annotation", 7, 8500, 8780, 2)
     record.each("host: ", "user_annotation", 1, 7000, 8000, 2)

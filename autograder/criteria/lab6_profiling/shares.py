@@ -146,8 +146,8 @@ def draw_breakdown(draw: Draw) -> list[Values]:
 def draw_export(rng: np.random.Generator) -> Values:
     """Several ranks; spans of different kinds overlap, those of one kind do not.
 
-    One span of each rank has no length. Two spans of different kinds overlap and have the same
-    name, so a name does not tell kinds apart.
+    Two spans of each rank are equal, and have no length. Two spans of different kinds overlap and
+    have the same name, so a name does not tell kinds apart.
     """
     spans = []
     for r in range(3):
@@ -157,7 +157,7 @@ def draw_export(rng: np.random.Generator) -> Values:
             name = draw_name(rng)
             spans += [Span(r + 2, s.kind, name, s.start, s.end) for s in row]
         at = float(rng.uniform(0.5, 0.6))
-        spans.append(Span(r + 2, str(rng.choice(KINDS)), draw_name(rng), at, at))
+        spans += [Span(r + 2, str(rng.choice(KINDS)), draw_name(rng), at, at)] * 2
         shared = draw_name(rng)
         for kind, begin in zip(rng.permutation(KINDS)[:2], (0.7, 0.8), strict=True):
             spans.append(Span(r + 2, str(kind), shared, begin, begin + 0.2))
@@ -360,6 +360,8 @@ def _export_problem(trace: Any, spans: list[Span]) -> str | None:
             hint = " A span of length 0 gets an event, too."
         elif len(complete) == len({(s.rank, s.name) for s in spans}):
             hint = " Many spans have the same name; each gets its own event."
+        elif len(complete) == len(set(spans)):
+            hint = " Some spans are equal; each gets its own event."
         return f"expected {len(spans)} events with ph 'X', one per span, got {len(complete)}.{hint}"
     by_name: dict[str, list[Any]] = {}
     for event in complete:
