@@ -30,7 +30,7 @@ class GpuGenerator:
 
     def manual_seed(self, seed: int) -> GpuGenerator:
         """Begins anew."""
-        self._seed, self._drawn = int(seed), 0
+        self._seed, self._drawn = int(seed) % 2**64, 0
         return self
 
     def seed(self) -> int:
@@ -43,7 +43,7 @@ class GpuGenerator:
 
     def get_state(self) -> torch.Tensor:
         """The state: uint8[16]."""
-        numbers = np.array([self._seed, self._drawn], np.int64)
+        numbers = np.array([self._seed, self._drawn], np.uint64)
         return torch.from_numpy(numbers.view(np.uint8).copy())
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -52,16 +52,12 @@ class GpuGenerator:
             raise TypeError("RNG state must be a torch.ByteTensor")
         if state.numel() != _STATE_BYTES:
             raise RuntimeError("RNG state is wrong size")
-        self._seed, self._drawn = map(int, state.cpu().numpy().copy().view(np.int64))
+        self._seed, self._drawn = map(int, state.cpu().numpy().copy().view(np.uint64))
 
     def draw(self, count: int) -> list[float]:
         """The next numbers."""
         self._drawn += count
-        return (
-            np.random.default_rng([abs(self._seed), int(self._seed < 0), self._drawn])
-            .random(count)
-            .tolist()
-        )
+        return np.random.default_rng([self._seed, self._drawn]).random(count).tolist()
 
 
 class VirtualGpus:

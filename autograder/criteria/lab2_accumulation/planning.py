@@ -46,11 +46,9 @@ def draw_batch_size(draw: Draw) -> list[Values]:
         ]
         for _ in range(4)
     ]
-    rates[-2][1:] = [
-        32,
-        int(rng.integers(1000, 2000)) * 32,
-    ]  # a batch more than 1,000 times as large
-    rates[-1][1:] = [int(rng.integers(5, 9)) * 32, int(rng.integers(1, 5)) * 32]  # a smaller batch
+    # A batch more than 1,000 times as large, and a smaller one.
+    rates[-2][1:] = [32, int(rng.integers(1000, 2000)) * 32]
+    rates[-1][1:] = [int(rng.integers(5, 9)) * 32, int(rng.integers(1, 5)) * 32]
     return [{"rows": rows, "rates": rates} for _ in range(draw.world_size)]
 
 
