@@ -57,7 +57,7 @@ def test_ranks_have_a_gpu_each_and_only_inside():
 def test_what_a_real_gpu_would_refuse(call, refused: str):
     with patch.dict(os.environ, SECOND_OF_THREE):
         gpus = VirtualGpus()
-    with gpus.found_by(collect), pytest.raises((RuntimeError, TypeError)):
+    with gpus.found_by(collect):
         call()
     assert refused in gpus.refused
 

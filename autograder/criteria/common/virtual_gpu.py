@@ -64,7 +64,8 @@ class VirtualGpus:
     """The GPUs of a node, one for each of its ranks; this rank's is the one of LOCAL_RANK.
 
     Attributes:
-        refused: why a call for a GPU's generator could not be served; "" if each could.
+        refused: why a real GPU would have refused a call for its generator; "" if none would have.
+            Nothing is raised: a rank that left would let the others wait in their collectives.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class VirtualGpus:
         index = self._mine if index is None else index
         if not 0 <= index < len(self._generators):
             self.refused = f"cuda:{index} was asked for, and the node has {len(self._generators)}"
-            raise RuntimeError("CUDA error: invalid device ordinal")
+            return GpuGenerator()
         return self._generators[index]
 
     def _set(self, state: torch.Tensor, device: Any) -> None:
@@ -131,10 +132,9 @@ class VirtualGpus:
             generator.set_state(state)
         except (RuntimeError, TypeError) as error:
             self.refused = f"torch.cuda.set_rng_state refuses it: {error}"
-            raise
 
-    def _set_all(self, states: Any) -> None:
-        for index, state in enumerate(states):
+    def _set_all(self, new_states: Any) -> None:
+        for index, state in enumerate(new_states):
             self._set(state, index)
 
 
