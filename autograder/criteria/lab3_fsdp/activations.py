@@ -46,14 +46,14 @@ class _Block(nn.Module):
         super().__init__()
         self.up = _Noted(WIDTH, INNER, lambda: diary.inner.append(number))
         self.down = nn.Linear(INNER, WIDTH)
-        self.dropout = nn.Dropout(0.4)
         self._note = lambda inner: diary.note(number, inner)
 
     def forward(self, x: torch.Tensor, *, gain: torch.Tensor) -> torch.Tensor:
         """The residual block."""
         inner = torch.tanh(self.up(x))
         self._note(inner)
-        return x + gain * self.down(self.dropout(inner))
+        dropped = nn.functional.dropout(inner, 0.4, self.training)  # no module of its own
+        return x + gain * self.down(dropped)
 
 
 class _Model(nn.Module):

@@ -33,16 +33,19 @@ from autograder.criteria.lab3_fsdp import parts
 from autograder.criteria.lab3_fsdp.sharded_steps import (
     FACTOR,
     LAYERS,
+    MAX_WHOLE,
     STEPS,
     UNIT_NUMEL,
     WIDTH,
     Step,
+    every_evaluation,
     every_step,
 )
 from minidist.emulate.plan import ChargePlan, PlanChannel
 
 BATCH = 3
-EVALUATIONS = 2  # the second one does not come after a backward
+# Passes without backward, each twice: what stays whole shows in the second.
+EVALUATIONS = ("under torch.no_grad()", "in eval mode")
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
 MAX_UNITS = 1.5  # units that one collective may carry
 MAX_PASSES = 2.6  # times that a step may gather all parameters, with padding
@@ -63,7 +66,7 @@ def draw(source: Draw) -> list[Values]:
 
 def draw_evaluated(source: Draw) -> list[Values]:
     """The same; after the steps come forward passes without backward, as in an evaluation."""
-    return [values | {"evaluations": EVALUATIONS} for values in draw(source)]
+    return [values | {"evaluations": 2 * len(EVALUATIONS)} for values in draw(source)]
 
 
 def plan(source: Draw) -> ChargePlan:
@@ -89,17 +92,27 @@ def _steps(
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Forward and backward passes with the student's class; its shards change between them.
 
-    Whole gradients are deleted, and errors under no_grad() suppressed: different criteria judge
-    both.
+    Whole gradients are deleted, and errors of an evaluation suppressed: different criteria judge
+    both. Notes the bytes that model and shards take whenever a layer begins.
     """
     model = charged_mlp(inputs, context.broker, torch.float32)
     fsdp = fsdp_class(model, list(model))
-    for _ in _steps(fsdp, inputs, torch.float32, parts.local_parameters(fsdp)):
+    shards = parts.local_parameters(fsdp)
+    held: list[int] = []
+    for layer in model:
+        layer.register_forward_pre_hook(
+            lambda *_: held.append(parts.resident_bytes([*shards, *model.parameters()], set()))
+        )
+    for _ in _steps(fsdp, inputs, torch.float32, shards):
         parts.forget_whole_gradients(model, fsdp)
-    with torch.no_grad(), contextlib.suppress(Exception):
-        for _ in range(inputs.get("evaluations", 0)):
-            fsdp(torch.from_numpy(inputs["x/0"]))
-    return {"done": True}
+    with contextlib.suppress(Exception):
+        for number in range(inputs["evaluations"]):
+            evaluates = number >= 2
+            if evaluates:
+                fsdp.eval()
+            with torch.set_grad_enabled(evaluates):
+                fsdp(torch.from_numpy(inputs["x/0"]))
+    return {"held": held}
 
 
 def observe_native(shard_model: Any, inputs: Values, context: Context) -> Values:
@@ -190,8 +203,37 @@ def judge_units(case: Case) -> Iterator[Finding]:
     """Each unit has its own all-gathers and its own reduce-scatter, with the right gradients.
 
     A unit may be cut and padded in any way, its reduce-scatter may be an all-to-all and a sum, and
-    one or two units may be gathered ahead.
+    one or two units may be gathered ahead. Passes without backward hold no more units than others.
     """
+    steps = list(_judge_steps(case))
+    yield from steps or _judge_held(case)
+
+
+def _judge_held(case: Case) -> Iterator[Finding]:
+    """Findings if more units are whole in a pass without backward than may be.
+
+    `fsdp_limit` judges the steps, and `fsdp_forward` units that the next pass does not gather.
+    """
+    most = (LAYERS / case.world_size + MAX_WHOLE + 0.5) * UNIT_NUMEL * 4
+    second = {(s.rank, s.number): s for s in every_evaluation(case) if (s.number - STEPS) % 2}
+    for rank, answer in enumerate(case.answers):
+        held = told if isinstance(told := answers.told(answer, "held"), list) else []
+        passes = [held[i : i + LAYERS] for i in range(0, len(held), LAYERS)]
+        over = [any(type(size) is not int or size > most for size in sizes) for sizes in passes]
+        for number, how in enumerate(EVALUATIONS) if not any(over[:STEPS]) else ():
+            last = STEPS + 2 * number + 1
+            step = second.get((rank, last))
+            if any(over[last - 1 : last + 1]) and step and not step.not_gathered(old=True):
+                yield Finding(
+                    f"a forward pass {how} had more than {MAX_WHOLE} units whole at a time: each "
+                    "unit is freed after its forward there, too.",
+                    rank,
+                )
+                break
+
+
+def _judge_steps(case: Case) -> Iterator[Finding]:
+    """Findings about what travels in each step."""
     gradients = [_local_gradients(case, rank) for rank in range(case.world_size)]
     for step in every_step(case):
         if isinstance(step, Finding):
@@ -264,7 +306,7 @@ def _wrong_reduction(step: Step, gradients: list[np.ndarray]) -> Finding | None:
 
 
 def judge_native(case: Case) -> list[Finding]:
-    """Like `judge_units`; units are freed after forward, and a rank keeps 1/N of the parameters.
+    """Each step as in `judge_units`; units are freed after forward, and a rank keeps 1/N of them.
 
     One layer, drawn anew, is in no unit, so it is left over for the root. The root, and the last
     unit, may stay whole, because their backward comes first.
@@ -272,7 +314,7 @@ def judge_native(case: Case) -> list[Finding]:
     if badly := list(_not_cut(case)):
         return badly
     several = case.world_size > 1  # on a single rank torch gathers nothing
-    findings = list(judge_units(case)) if several else []
+    findings = list(_judge_steps(case)) if several else []
     if several and not findings:
         *freed, _ = (i for i in range(LAYERS) if i != case.inputs[0]["left_over"])
         steps = [step for step in every_step(case) if isinstance(step, Step)]

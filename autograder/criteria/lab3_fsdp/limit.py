@@ -60,10 +60,13 @@ _CLASS_COPIES, _FUNCTION_COPIES = 2, 4
 
 
 def draw_uneven(source: Draw) -> list[Values]:
-    """Like `draw`, with larger numbers in some steps than in others."""
+    """Like `draw`, with larger numbers in some steps, and fewer samples on odd ranks."""
     first, *rest = draw(source)
     scale = np.array(SPREAD, dtype=np.float32)[:, None, None]
-    return [{k: v if k == "seed" else v * scale for k, v in first.items()}, *rest]
+    for rank in range(source.world_size):
+        for key in (f"x/{rank}", f"y/{rank}"):
+            first[key] = (first[key] * scale)[:, : -1 if rank % 2 else None]
+    return [first, *rest]
 
 
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
@@ -246,13 +249,18 @@ def _wrong_losses(
 
 def _first_loss(case: Case, ranks: Iterable[int], step: int = 0) -> float:
     """The loss of these ranks' batches of a step, with the weights as they were at first."""
-    inputs = case.inputs[0]
-    x, y = (
-        torch.from_numpy(np.concatenate([inputs[f"{n}/{r}"][step] for r in ranks])).double()
-        for n in "xy"
-    )
     with torch.no_grad():
-        return nn.functional.mse_loss(build(inputs["seed"], torch.float64)(x), y).item()
+        model = build(case.inputs[0]["seed"], torch.float64)
+        return _mean_loss(model, case.inputs[0], ranks, step).item()
+
+
+def _mean_loss(model: nn.Module, inputs: Values, ranks: Iterable[int], step: int) -> torch.Tensor:
+    """The mean over ranks of the loss of each rank's batch."""
+    losses = []
+    for rank in ranks:
+        x, y = (torch.from_numpy(inputs[f"{name}/{rank}"][step]).double() for name in "xy")
+        losses.append(nn.functional.mse_loss(model(x), y))
+    return torch.stack(losses).mean()
 
 
 def _oracle_losses(case: Case, with_adamw: bool, weight_decay: float = 0.01) -> list[float]:
@@ -262,13 +270,7 @@ def _oracle_losses(case: Case, with_adamw: bool, weight_decay: float = 0.01) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=weight_decay)
     losses, num_steps = [], STEPS[with_adamw]
     for step in range(num_steps):
-        x, y = (
-            torch.from_numpy(
-                np.concatenate([inputs[f"{n}/{r}"][step] for r in range(case.world_size)])
-            ).double()
-            for n in "xy"
-        )
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = _mean_loss(model, inputs, range(case.world_size), step)
         losses.append(loss.item())
         if step + 1 < num_steps:
             loss.backward()

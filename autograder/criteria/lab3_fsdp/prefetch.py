@@ -7,7 +7,7 @@ from typing import Any
 
 from autograder.criteria.common.emulated import even_cluster
 from autograder.criteria.criterion import Case, Finding
-from autograder.criteria.lab3_fsdp.emulated import BACKWARD_S, FORWARD_S
+from autograder.criteria.lab3_fsdp.emulated import BACKWARD_S, EVALUATIONS, FORWARD_S
 from autograder.criteria.lab3_fsdp.sharded_steps import (
     LAYERS,
     STEPS,
@@ -66,7 +66,8 @@ def _judge_prefetch(case: Case, direction: str, hint: str) -> Iterator[Finding]:
             return
     for step in every_evaluation(case) if direction == "forward" else ():
         if why := step.started_late(direction):
-            when = f"forward under torch.no_grad(), pass {step.number - STEPS + 1} without backward"
+            number = step.number - STEPS
+            when = f"forward {EVALUATIONS[number // 2]}, pass {number + 1} without backward"
             yield Finding(f"{when}: {why} {hint}", step.rank)
             return
     timeline = simulate(case.trace, grading_cluster(case.world_size))

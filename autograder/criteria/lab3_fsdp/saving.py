@@ -146,6 +146,7 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
     # A buffer that state_dict() leaves out, as masks and tables often are.
     model.register_buffer("table", torch.full((2,), 7.0, device=device), persistent=False)
     model[0].bias.requires_grad_(False)  # as if pretrained: the checkpoint has to hold it as well
+    model[0].eval()  # as a pretrained BatchNorm would be, while the rest trains
     for module in [*parts.linears(model), model]:
         fully_shard(module, mesh=mesh)
     return model, _optimizer(model)

@@ -37,7 +37,9 @@ _limited = partial(Criterion, world="none", deadline_s=60.0)
 _emulated = partial(
     Criterion, world="emulated", draw=emulated.draw, plan=emulated.plan, deadline_s=40.0
 )
-_units = partial(_emulated, task=_SCRATCH, observe=emulated.observe_class)
+_units = partial(
+    _emulated, task=_SCRATCH, draw=emulated.draw_evaluated, observe=emulated.observe_class
+)
 _native = partial(_emulated, task=_NATIVE)
 _saving = partial(Criterion, task=_SAVE, draw=saving.draw_checkpoint)
 
@@ -98,8 +100,7 @@ LAB = Lab(
         ),
         _units(
             name="fsdp_prefetch_forward", title="the next unit is gathered meanwhile", points=4,
-            draw=emulated.draw_evaluated, judge=prefetch.judge_prefetch_forward,
-            between_ranks=True,
+            judge=prefetch.judge_prefetch_forward, between_ranks=True,
         ),
         _units(
             name="fsdp_prefetch_backward", title="and in backward the one before", points=4,
