@@ -223,7 +223,7 @@ def _judge_held(case: Case) -> Iterator[Finding]:
         for number, how in enumerate(EVALUATIONS) if not any(over[:STEPS]) else ():
             last = STEPS + 2 * number + 1
             step = second.get((rank, last))
-            if any(over[last - 1 : last + 1]) and step and not step.not_gathered(old=True):
+            if any(over[last : last + 1]) and step and not step.not_gathered(old=True):
                 yield Finding(
                     f"a forward pass {how} had more than {MAX_WHOLE} units whole at a time: each "
                     "unit is freed after its forward there, too.",
