@@ -65,6 +65,16 @@ def reduce_scatter_single(
     )
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a flat uint8 tensor, which every backend can move.
+
+    A tensor of one entry may have any stride, for which `view(torch.uint8)` raises.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"expected a contiguous tensor, got the strides {tensor.stride()}")
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def _renamed(new: str, old: str) -> Any:
     """The function `new` of torch, or `old` in older torch: 2.13 warns about the old names."""
     return getattr(dist, new, None) or getattr(dist, old)

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minidist.device import choose_device
+from minidist.device import as_bytes, choose_device
 from minidist.errors import MismatchError, named_rank
 
 _ROOM = 64  # numbers in the first message of metrics; up to 31 metrics need no second message
@@ -187,7 +187,7 @@ def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> l
     padded[: len(tensor)] = tensor.detach()
     every = [torch.empty_like(padded) for _ in range(world_size)]
     if padded.numel():
-        dist.all_gather([_bytes(each) for each in every], _bytes(padded), group=group)
+        dist.all_gather([as_bytes(each) for each in every], as_bytes(padded), group=group)
     return [each[: info[0]].to(tensor.device) for each, info in zip(every, infos, strict=True)]
 
 
@@ -303,7 +303,3 @@ def _check_shapes(value: Tensor | float, weight: Tensor | float) -> None:
             f"update: expected one weight, or weights of the shape of the values "
             f"{tuple(values)}, got weights {tuple(weights)} on {named_rank()}"
         )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -393,6 +393,9 @@ def odd_tensors():
             waves = torch.full((3,), 1j * (me + 1))
             all_reduce(waves.conj())
             assert torch.equal(waves, torch.full((3,), 1j * total))
+            one = torch.full((1, 3), me + 1.0)[:, 1].clone()  # contiguous, with stride 3
+            all_reduce(one)
+            assert one.item() == total
             flags = torch.tensor([me == 0, False])
             all_reduce(flags, "max")
             assert flags.tolist() == [True, False]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from charged_net import DEPTH, WIDTH, Net, grading_cluster, plan_for
 
+from minidist.device import all_gather_single
 from minidist.emulate import (
     Charged,
     ChargePlan,
@@ -170,6 +171,10 @@ def odd_tensors():
     scalar = torch.tensor(2.0)
     dist.all_reduce(scalar)
     close(scalar, 2.0 * n)
+    one = torch.full((1, 3), float(rank))[:, 1].clone()  # contiguous, with stride 3
+    gathered = torch.empty(n)
+    all_gather_single(gathered, one)
+    close(gathered, torch.arange(float(n)))
     empty = torch.empty(0, 5)
     dist.all_reduce(empty)
     dist.broadcast(empty, 0)

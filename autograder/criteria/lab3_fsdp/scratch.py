@@ -248,8 +248,8 @@ def judge_gradients(case: Case) -> Iterator[Finding]:
 def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of each batch alone, and of three passes without zero_grad() between them.
 
-    zero_grad() comes right before the first backward, as in many training loops. The last pass is
-    in eval mode, which changes nothing here.
+    zero_grad() comes right before the first backward, as in many training loops; the last one
+    leaves zeros. The last pass is in eval mode, which changes nothing here.
 
     Whole gradients are deleted here: `fsdp_shards` judges whether they stay.
     """
@@ -267,7 +267,7 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
             with parts.naming_faults():
                 loss = oracle.mse(read_tensor(fsdp(x), "fsdp(x)"), y)
                 if number == 0:
-                    optimizer.zero_grad()
+                    optimizer.zero_grad(set_to_none=name != "second")
                 loss.backward()
             parts.forget_whole_gradients(model, fsdp)
         grads = [p.grad for p in parts.local_parameters(fsdp)]

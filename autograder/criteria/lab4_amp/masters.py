@@ -14,7 +14,8 @@ from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.scaler import same
 
 SHAPES = ((4, 3), (3,), (6,), (2,))
-UNTOUCHED, SOMETIMES = 1, 2  # parameter 1 is frozen, 2 has a gradient in every second step
+# Parameter 1 is frozen, 2 has a gradient in every second step, and 3 is too large for fp16.
+UNTOUCHED, SOMETIMES, LARGE = 1, 2, 3
 STEPS = 48
 CASES = (("bfloat16", "SGD"), ("float16", "SGD"), ("bfloat16", "AdamW"))
 
@@ -31,7 +32,10 @@ def _has_gradient(parameter: int, step: int) -> bool:
 
 @per_rank
 def draw(rng: np.random.Generator) -> Values:
-    """Parameters between 1 and 2, and gradients that move them by about a fifth of eps per step."""
+    """Parameters between 1 and 2, and gradients that move them by about a fifth of eps per step.
+
+    In bf16 one parameter and its gradients are 2^20 times as large.
+    """
     values: Values = {}
     for number, (name, kind) in enumerate(CASES):
         eps = float(torch.finfo(DTYPES[name]).eps)
@@ -39,10 +43,11 @@ def draw(rng: np.random.Generator) -> Values:
         move = eps * float(rng.uniform(0.15, 0.22))
         values[f"lr/{number}"] = move if kind == "AdamW" else move / 2
         for i, shape in enumerate(SHAPES):
-            values[f"p/{number}/{i}"] = rng.uniform(1.3, 1.7, shape).astype(np.float32)
+            size = np.float32(2.0**20 if i == LARGE and name == "bfloat16" else 1.0)
+            values[f"p/{number}/{i}"] = size * rng.uniform(1.3, 1.7, shape).astype(np.float32)
             sign = rng.choice([-1.0, 1.0], shape)
             grads = sign * rng.uniform(0.6, 1.4, (STEPS, *shape))
-            values[f"g/{number}/{i}"] = grads.astype(np.float32)
+            values[f"g/{number}/{i}"] = size * grads.astype(np.float32)
     return values
 
 

@@ -32,7 +32,7 @@ from autograder.criteria.lab4_amp.scaler import (
 
 # --- finds ---------------------------------------------------------------------------------------
 
-ONE_RANK = "one rank"
+ALONE = {"one rank": np.inf, "one rank's nan": np.nan}  # MAX of gloo may lose a nan
 FIND_CASES: dict[str, tuple[str, bool]] = {
     "clean": ("all gradients are finite", True),
     "inf first": ("inf in the first gradient", False),
@@ -42,14 +42,15 @@ FIND_CASES: dict[str, tuple[str, bool]] = {
     "huge": ("entries of 2e38, large but finite", True),
     "none": ("one parameter has no gradient, the others are finite", True),
     "none and nan": ("one parameter has no gradient, another one has nan", False),
-    ONE_RANK: ("inf on the last rank, the gradients of all others are finite", False),
+    "one rank": ("inf on the last rank, the gradients of all others are finite", False),
+    "one rank's nan": ("nan on the last rank, the gradients of all others are finite", False),
 }
 
 
 def draw_finds(draw: Draw) -> list[Values]:
-    """Every case on all ranks at once, with private values; but one overflow is on one rank only.
+    """Every case on all ranks at once, with private values; but two overflows are on one rank only.
 
-    All ranks have to leave out that step: this is the idea of the lab, and a gate.
+    All ranks have to leave out those steps: this is the idea of the lab, and a gate.
     """
     order = [list(FIND_CASES)[i] for i in draw.shared("order").permutation(len(FIND_CASES))]
     inputs = []
@@ -57,8 +58,8 @@ def draw_finds(draw: Draw) -> list[Values]:
         values = {"order": order} | draw_start(draw.private(rank))
         for kind in order:
             grads: list[np.ndarray | None] = list(draw_gradients(draw.shared(f"{rank} {kind}")))
-            if kind == ONE_RANK and rank == draw.world_size - 1:
-                grads = [np.full_like(grad, np.inf) for grad in grads if grad is not None]
+            if kind in ALONE and rank == draw.world_size - 1:
+                grads = [np.full_like(grad, ALONE[kind]) for grad in grads if grad is not None]
             for i, grad in enumerate(_spoil(kind, grads)):
                 if grad is not None:
                     values[f"{kind}/{i}"] = grad
@@ -76,7 +77,8 @@ def _spoil(kind: str, grads: list[Any]) -> list[Any]:
     if kind == "nan among many":
         grads[1][0], grads[1][4] = np.nan, np.inf
     if kind == "huge":
-        grads[0][:] = np.float32(2e38)  # 12 numbers: their sum overflows in float32
+        # 12 numbers, whose sum overflows in float32; so does that of the two largest.
+        grads[0][:] = grads[2][1, 0] = np.float32(2e38)
     if kind.startswith("none"):
         grads[1] = None  # another gradient of its group comes after it
     if kind == "none and nan":
@@ -97,7 +99,7 @@ def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values
         parameters = make_parameters(inputs, context)
         optimizer = make_optimizer(parameters, two_groups)
         set_gradients(parameters, inputs, kind, scaler)
-        if number % 2 and kind != ONE_RANK:  # `amp_scaler_agrees` judges that with unscale_
+        if number % 2 and kind not in ALONE:  # `amp_scaler_agrees` judges that with unscale_
             scaler.unscale_(optimizer)
         taken = scaler.step(optimizer)
         scaler.update()

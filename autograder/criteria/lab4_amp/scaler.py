@@ -241,6 +241,7 @@ UNSCALE_CASES = {
     "changed": "a round after one that overflowed",
     "frozen": "a round whose first parameter was frozen after backward",
     "turned": "a round whose first gradient has the memory of its transpose",
+    "overflowed": "a round that overflows in the last gradient",
 }
 
 AFTER_STEP = {"explicit": "unscale_, step and unscale_", "implicit": "step and unscale_"}
@@ -257,6 +258,7 @@ def draw_unscale(draw: Draw) -> list[Values]:
         for kind in UNSCALE_CASES:
             for i, grad in enumerate(draw_gradients(draw.shared(f"rank {rank} {kind}"))):
                 values[f"{kind}/{i}"] = grad
+        values["overflowed/2"] = np.full(SHAPES[2], np.inf, np.float32)
         inputs.append(values)
     return inputs
 
@@ -366,7 +368,8 @@ def judge_unscale(case: Case) -> Iterator[Finding]:
                 )
                 continue
             wrong = None
-            for i, grad in enumerate(gradients if kind != "implicit" else ()):
+            shown = gradients[: 2 if kind == "overflowed" else None]
+            for i, grad in enumerate(shown if kind != "implicit" else ()):
                 wrong = wrong or oracle.differs(
                     rank,
                     f"{what} (scale {scale:g}{began}): gradient {i} after unscale_",
@@ -374,7 +377,9 @@ def judge_unscale(case: Case) -> Iterator[Finding]:
                     np.asarray(grad, np.float64),
                     hint=_explain_unscaled(answer, kind, gradients, scale),
                 )
-            for i, expected in enumerate(stepped(before, gradients)):
+            # Different criteria judge whether a step that overflows is left out.
+            after = stepped(before, gradients) if kind != "overflowed" else []
+            for i, expected in enumerate(after):
                 wrong = wrong or oracle.differs(
                     rank,
                     f"{what} (scale {scale:g}{began}): parameter {i} after step",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from minidist.collectives.reduction import Reduction
 from minidist.collectives.schedule import Schedule, Transfer, chunk_offsets
+from minidist.device import as_bytes
 
 # (chunk, num_chunks) -> the memory of these chunks: one-dimensional, contiguous.
 Chunks = Callable[[int, int], torch.Tensor]
@@ -120,7 +121,7 @@ def run_steps(
     scratch: dict[int, torch.Tensor] = {}
     for outgoing, incoming in schedule.by_rank[transport.rank]:
         # 1. Post.
-        sends = [(_bytes(chunks(t.chunk, t.num_chunks)), t.dst) for t in outgoing]
+        sends = [(as_bytes(chunks(t.chunk, t.num_chunks)), t.dst) for t in outgoing]
         sends = [(data, peer) for data, peer in sends if data.numel()]
         arrivals: list[tuple[Transfer, torch.Tensor, torch.Tensor]] = []
         for t in incoming:
@@ -132,7 +133,7 @@ def run_steps(
         if not sends and not arrivals:
             continue
         leaving, arriving = transport.exchange(
-            sends, [(_bytes(buffer), t.src) for t, _, buffer in arrivals]
+            sends, [(as_bytes(buffer), t.src) for t, _, buffer in arrivals]
         )
         # 2. Arrive.
         to_reduce: dict[tuple[int, int], tuple[torch.Tensor, list[Callable[[], torch.Tensor]]]] = {}
@@ -150,11 +151,6 @@ def run_steps(
             work.wait()
         num_bytes_sent += sum(data.numel() for data, _ in sends)
     return num_bytes_sent
-
-
-def _bytes(flat_E: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8, a dtype that every backend can send."""
-    return flat_E.view(torch.uint8)
 
 
 def _buffer(scratch: dict[int, torch.Tensor], slot: int, like: torch.Tensor) -> torch.Tensor:

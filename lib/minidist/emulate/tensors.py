@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from minidist.device import as_bytes
 from minidist.emulate import arrays
 from minidist.processes.frames import view_of
 
@@ -61,7 +62,7 @@ def to_bytes(tensors: Tensors, dtype: torch.dtype) -> memoryview | None:
     if any(t.dtype != dtype for t in flat):
         raise ValueError(f"tensors of one collective must have one dtype, got {dtype} and others")
     joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-    return view_of(joined.view(torch.uint8).numpy())
+    return view_of(as_bytes(joined).numpy())
 
 
 def write(output: torch.Tensor, raw: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from minidist.device import all_gather_single
+from minidist.device import all_gather_single, as_bytes
 from minidist.parallel.compression.compressor import Exchange, Traffic, chunk_size
 
 
@@ -76,8 +76,3 @@ def two_phase_mean(values: torch.Tensor, codec: Codec, group: Any, traffic: Traf
     sent = codec.decode(outgoing, everything).clone()
     sent[mine] -= n * (mean_of_mine - mean[mine])
     return mean[:numel], sent[:numel]
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8, which every backend can move."""
-    return tensor.view(torch.uint8)

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from minidist.device import all_gather_single
+from minidist.device import all_gather_single, as_bytes
 from minidist.parallel.compression.compressor import Compressor, Exchange, Segment
-from minidist.parallel.compression.exchange import as_bytes
 
 
 class TopK(Compressor):
