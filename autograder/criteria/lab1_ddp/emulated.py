@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class _Step:
         backward = [i for i, e in enumerate(events) if is_compute(e, "backward", step)]
         later = [i for i, e in enumerate(events) if is_compute(e, "forward", step + 1)]
         span = range(backward[0], later[0] if later else len(events))
-        self.last_backward = backward[-1]
+        self.backward, self.last_backward = backward, backward[-1]
         self.waited = {events[i].key for i in span if events[i].kind == "wait"}
         issued = {events[i].key: i for i in span if events[i].kind == "issue"}
         self.collectives: list[tuple[int, Collective]] = [
@@ -185,6 +186,17 @@ class _Step:
                     found[number] = index, collective
                     break
         return found
+
+    def layers_in_first(self) -> int:
+        """How many gradients the first all-reduce carried."""
+        first = min(self.carried.values(), key=itemgetter(0))[1]
+        return sum(collective.key == first.key for _, collective in self.carried.values())
+
+    def layers_before_first(self) -> int:
+        """How many layers had gone backward when the first all-reduce was issued."""
+        return sum(
+            index < min(issued for issued, _ in self.carried.values()) for index in self.backward
+        )
 
     def missing(self) -> Finding | None:
         """A finding if a gradient did not travel, or was not waited for, in this step."""
@@ -316,7 +328,10 @@ def _show(parameter: torch.Tensor) -> str:
 
 
 def judge_overlap(case: Case) -> Iterator[Finding]:
-    """Some all-reduce of gradients is issued before the backward of the last layer."""
+    """Some all-reduce of gradients is issued before the backward of the last layer.
+
+    The first one is issued as soon as the layers that are in it have gone backward.
+    """
     for step in _last_steps(case):
         if isinstance(step, Finding):
             yield step
@@ -331,6 +346,13 @@ def judge_overlap(case: Case) -> Iterator[Finding]:
             )
             text = "the first all-reduce of gradients came after the whole backward pass. "
             yield Finding(text + why, step.rank)
+        elif (late := step.layers_before_first() - step.layers_in_first()) > 0:
+            yield Finding(
+                f"the first bucket holds the gradients of {step.layers_in_first()} layers, and its "
+                f"all-reduce was issued {late} layers later. Start it in the hook of its last "
+                "gradient, when that gradient is in it.",
+                step.rank,
+            )
 
 
 def judge_scaling(case: Case) -> Iterator[Finding]:

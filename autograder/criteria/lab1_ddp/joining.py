@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as torch_ddp
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
 from autograder.criteria.common.pretending import pretending
 from autograder.criteria.common.virtual_cluster import MEET, NODES, PER_NODE, Place
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
@@ -220,6 +221,7 @@ def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
     """Parameters after wrapping, gradients after one backward."""
     on_gpu = _wrap_on_a_gpu(wrap_model)
     model = oracle.mlp(inputs, torch.float64)
+    model.register_buffer("seen", torch.full((1,), float(context.rank)))
     wrapped = wrap_model(model, context.device)
     if not isinstance(wrapped, DistributedDataParallel):
         raise TypeError(
@@ -230,6 +232,7 @@ def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
     x, y = (torch.from_numpy(inputs[k]).to(context.device, dtype) for k in "xy")
     oracle.mse(wrapped(x), y).backward()
     answer: Values = {"on a GPU": on_gpu}
+    answer["buffer"] = float(model.seen)  # type: ignore[arg-type]
     answer["same"] = {id(p) for p in wrapped.parameters()} == {id(p) for p in model.parameters()}
     for i, p in enumerate(wrapped.parameters()):
         answer[f"p{i}"] = p.detach().cpu().numpy()
@@ -302,6 +305,12 @@ def judge_wrap(case: Case) -> Iterator[Finding]:
         if answer.get("same") is False:
             yield Finding(
                 "what was wrapped is a copy: the model that was passed is not trained.", rank
+            )
+        elif told(answer, "buffer") != 0.0:
+            yield Finding(
+                "a buffer is not rank 0's: a BatchNorm would go on from different statistics on "
+                "each rank. Leave broadcast_buffers as it is.",
+                rank,
             )
         for i, expected in enumerate(start):
             dtype = getattr(answer.get(f"p{i}"), "dtype", np.float64)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autograder.criteria.common.answers import described, naming, returned
+from autograder.criteria.common.answers import described, naming, returned, told
 from autograder.criteria.common.places import hashing_as
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
@@ -30,7 +30,8 @@ def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
-    answer: Values = {}
+    answer: Values = {"moved": []}  # settings in which the global generator was moved
+    torch.rand(3)  # the generator does not stand at its beginning
     for number, setting in enumerate(inputs["settings"]):
         world_size = setting["world_size"]
         for rank in range(context.rank, world_size, context.world_size):
@@ -46,11 +47,10 @@ def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
                 for index in _iterator(sampler):
                     indices.append(_whole(index, answer))
                     if len(indices) == 1 and not torch.equal(before, torch.get_rng_state()):
-                        # Even if it is restored at the end.
-                        answer["moved the global generator"] = True
+                        answer["moved"].append(number)  # even if it is restored at the end
                 answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
                 if not torch.equal(before, torch.get_rng_state()):
-                    answer["moved the global generator"] = True
+                    answer["moved"].append(number)
             with naming("len(sampler)"):
                 answer[f"{number}/{rank}/len"] = integer(len(sampler), "len(sampler)")
     return answer
@@ -248,6 +248,12 @@ def judge_partition(case: Case) -> Iterator[Finding]:
             yield Finding(f"{_where(setting)}: {problem}.")
 
 
+_MOVED = (
+    "moved torch's global generator, which dropout and initialisation draw from; putting it back "
+    "at the end of an iteration is too late. Use a torch.Generator of your own."
+)
+
+
 def judge_tail(case: Case) -> Iterator[Finding]:
     """Each tail setting deals out the samples as it should.
 
@@ -255,9 +261,16 @@ def judge_tail(case: Case) -> Iterator[Finding]:
     samples "drop" loses (but not the same ones in each epoch), and which ones "pad" repeats and how
     often.
     """
-    for number, setting in enumerate(case.inputs[0]["settings"]):
-        if setting["shuffle"] and "twin" not in setting:
-            return  # the twins come last
+    settings = case.inputs[0]["settings"]
+    twins = [
+        k for k, setting in enumerate(settings) if setting["shuffle"] and "twin" not in setting
+    ]
+    for rank, answer in enumerate(case.answers):
+        moved = told(answer, "moved")
+        # `judge_epoch` judges a generator that is moved where no tail is to be filled up.
+        if moved != [] and not (isinstance(moved, list) and any(k in moved for k in twins)):
+            yield Finding(f"sizes that do not divide: __iter__ {_MOVED}", rank)
+    for number, setting in enumerate(settings[: twins[0]]):
         lost = set(range(setting["num_samples"]))
         for visit in range(len(setting["epochs"])):
             lists = _collect(case, number, setting, visit)
@@ -351,10 +364,5 @@ def judge_epoch(case: Case) -> Iterator[Finding]:
             when = " in epoch 0" if is_first else ""
             yield Finding(f"world_size={world_size}: two seeds gave one order{when}.")
     for rank, answer in enumerate(case.answers):
-        if answer.get("moved the global generator"):
-            yield Finding(
-                "__init__, set_epoch or __iter__ moved torch's global generator, which dropout and "
-                "initialisation draw from; putting it back at the end of an iteration is too late. "
-                "Use a torch.Generator of your own.",
-                rank,
-            )
+        if told(answer, "moved") != []:
+            yield Finding(f"__init__, set_epoch or __iter__ {_MOVED}", rank)

@@ -32,7 +32,7 @@ PER_RANK, BATCH_SIZE, LR = 10, 4, 2.0  # an epoch's last batch: 2 samples (even 
 # The student's loop gets FACTOR times the mean squared error as its loss function: a small loss
 # and a large learning rate make a weight decay visible.
 FACTOR = 0.037
-HOT_FACTOR = 0.0037  # the same with one-hot inputs: losses so small that rounding them shows
+HOT_FACTOR = 3.7e-6  # the same with one-hot inputs: losses so small that rounding them shows
 EPOCHS, OUTPUTS = 3, 2
 
 

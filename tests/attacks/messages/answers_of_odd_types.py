@@ -18,7 +18,7 @@ for _ in range(90):
 def check(name, subject=None):
     probe._talk(probe._channels, Message("ask", {"criterion": name}), 20.0)
     values = {"rank": deep, "world_size": "3", "answers": {"x": deep}, "device": None, "1": 1e308}
-    values |= {"same_group": 1, "left": 1, "done": "yes", "moved the global generator": {}}
+    values |= {"same_group": 1, "left": 1, "done": "yes", "moved": {}}
     arrays = {"sum": np.full((5, 0, 3), np.nan), "losses": np.array(True), "output": np.zeros(0)}
     for number in range(40):
         arrays |= {f"g{number}/0": np.full(3, np.inf), f"p{number}": np.zeros((1,) * 8)}
