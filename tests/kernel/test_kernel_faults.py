@@ -219,16 +219,29 @@ def test_an_interrupt_while_ranks_start_stops_the_cell(fresh: Kernel) -> None:
     assert fresh.ok("print(1)").text().startswith("1\n")
 
 
-def test_an_interrupt_before_a_cells_first_line_is_its_error(fresh: Kernel) -> None:
+@pytest.mark.parametrize(
+    ("error", "ename", "says"),
+    [
+        ("KeyboardInterrupt", "KeyboardInterrupt", "before its first line"),
+        (
+            "RuntimeError('DataLoader worker (pid 7) is killed by signal: Killed.')",
+            "RuntimeError",
+            "A worker process of a DataLoader died, not this rank",
+        ),
+    ],
+)
+def test_a_signal_before_a_cells_first_line_is_its_error(
+    fresh: Kernel, error: str, ename: str, says: str
+) -> None:
     """IPython catches one that comes while the cell runs; ipykernel would send no reply."""
     fresh.ok(
         "ip = get_ipython()\nplain = ip.should_run_async\ndef early(*args, **more):\n"
-        "    ip.should_run_async = plain\n    raise KeyboardInterrupt\n"
+        f"    ip.should_run_async = plain\n    raise {error}\n"
         "ip.should_run_async = early"
     )
-    result = fresh.run("1")
-    assert result.reply["ename"] == "KeyboardInterrupt"
-    assert "before its first line" in result.reply["evalue"]
+    result = fresh.run("1", timeout=60)
+    assert result.reply["ename"] == ename
+    assert says in result.reply["evalue"]
     assert fresh.ok("print(1)").text().startswith("1\n")
 
 

@@ -58,6 +58,18 @@ def explain_errors(shell: Any) -> None:
     shell.set_custom_exc((RuntimeError, ConnectionError, EOFError, KeyboardInterrupt), _show)
 
 
+def outside_of_cell(error: BaseException) -> dict[str, Any]:
+    """The reply's error for one that was raised before a cell's first line or after its last."""
+    text = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        text = "the cell was interrupted before its first line or after its last"
+    elif _DIED.search(text):
+        text = f"{_WHY}\n{text}"
+    kind = type(error).__name__
+    shown = text if isinstance(error, KeyboardInterrupt) else f"{kind}: {text}"
+    return {"ename": kind, "evalue": text, "traceback": [shown]}
+
+
 def _show(
     shell: Any,
     kind: type[BaseException],

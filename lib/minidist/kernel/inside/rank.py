@@ -30,7 +30,7 @@ from traitlets.config import Config
 from minidist.kernel.inside import diagnose, recover, rendezvous
 from minidist.kernel.inside.companion import Companion
 from minidist.kernel.inside.diagnose import collectives_started
-from minidist.kernel.inside.errors import Shown, explain_errors
+from minidist.kernel.inside.errors import Shown, explain_errors, outside_of_cell
 from minidist.kernel.inside.stream import BoundedStream, make_usable
 from minidist.kernel.link import Link, socket_name
 from minidist.processes.cores import num_cores
@@ -96,11 +96,11 @@ class RankKernel(IPythonKernel):
             )
             shown.end(reply)
             return reply
-        except KeyboardInterrupt:  # where IPython does not expect it: ipykernel would not reply
-            text = "the cell was interrupted before its first line or after its last"
-            error = {"ename": "KeyboardInterrupt", "evalue": text, "traceback": [text]}
+        except (KeyboardInterrupt, Exception) as error:
+            # A signal's handler raised it where IPython does not expect it: ipykernel would not
+            # reply, and the front would wait for ever.
             more = {"execution_count": shell.execution_count, "user_expressions": {}, "payload": []}
-            return {"status": "error", **error, **more}
+            return {"status": "error", **outside_of_cell(error), **more}
         finally:
             self.executing = False
             make_usable()
