@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import re
-import signal
 import sys
 import time
 from traceback import walk_tb
@@ -54,7 +53,15 @@ class Shown:
 
 
 def explain_errors(shell: Any) -> None:
-    """Makes IPython's shell explain interrupts and the deaths of DataLoader workers."""
+    """Makes IPython's shell explain interrupts and the deaths of DataLoader workers.
+
+    torch's handler of SIGCHLD is kept out. It raises wherever the program stands: where a lock has
+    just been taken, which nobody gives back then, or in IPython. A DataLoader that waits for a
+    batch also looks for dead workers itself, every 5 s.
+    """
+    from torch.utils.data._utils import signal_handling
+
+    signal_handling._SIGCHLD_handler_set = True
     shell.set_custom_exc((RuntimeError, ConnectionError, EOFError, KeyboardInterrupt), _show)
 
 
@@ -89,20 +96,15 @@ def _show(
     if not in_loader and not _DIED.search(str(error)):
         shell.showtraceback((kind, error, chain[0] if chain else None), tb_offset=tb_offset)
         return
-    # torch's handler raises the worker's death again, even while this error is being written.
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        text = f"{_WHY}\n{error}"
-        if isinstance(error, OSError):  # else errno and strerror are shown, not `args`
-            error.errno = error.strerror = None
-        error.args = (text,)
-        error.__cause__ = None  # it only says how torch noticed; None hides the context, too
-        theirs = [i for i, name in enumerate(files) if shell.compile.format_code_name(name)]
-        if theirs:
-            chain[theirs[-1]].tb_next = None
-        shell.showtraceback((kind, error, chain[0]), tb_offset=tb_offset)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+    text = f"{_WHY}\n{error}"
+    if isinstance(error, OSError):  # else errno and strerror are shown, not `args`
+        error.errno = error.strerror = None
+    error.args = (text,)
+    error.__cause__ = None  # it only says how torch noticed; None hides the context, too
+    theirs = [i for i, name in enumerate(files) if shell.compile.format_code_name(name)]
+    if theirs:
+        chain[theirs[-1]].tb_next = None
+    shell.showtraceback((kind, error, chain[0]), tb_offset=tb_offset)
 
 
 def show_interrupt(shell: Any, error: KeyboardInterrupt, chain: list[TracebackType]) -> None:
