@@ -187,16 +187,19 @@ class _Step:
                     break
         return found
 
-    def layers_in_first(self) -> int:
-        """How many gradients the first all-reduce carried."""
-        first = min(self.carried.values(), key=itemgetter(0))[1]
-        return sum(collective.key == first.key for _, collective in self.carried.values())
+    def layers_late(self) -> int:
+        """How many layers went backward between the first all-reduce's last gradient and its issue.
 
-    def layers_before_first(self) -> int:
-        """How many layers had gone backward when the first all-reduce was issued."""
-        return sum(
-            index < min(issued for issued, _ in self.carried.values()) for index in self.backward
+        Without biases, parameters are the layers in the order in which they are registered.
+        """
+        issued, first = min(self.carried.values(), key=itemgetter(0))
+        layers = self.inputs["registered"]
+        ready = max(
+            len(layers) - layers[number]
+            for number, (_, collective) in self.carried.items()
+            if collective.key == first.key
         )
+        return sum(index < issued for index in self.backward) - ready
 
     def missing(self) -> Finding | None:
         """A finding if a gradient did not travel, or was not waited for, in this step."""
@@ -330,7 +333,7 @@ def _show(parameter: torch.Tensor) -> str:
 def judge_overlap(case: Case) -> Iterator[Finding]:
     """Some all-reduce of gradients is issued before the backward of the last layer.
 
-    The first one is issued as soon as the layers that are in it have gone backward.
+    The first one is issued as soon as its last gradient is there.
     """
     for step in _last_steps(case):
         if isinstance(step, Finding):
@@ -346,11 +349,11 @@ def judge_overlap(case: Case) -> Iterator[Finding]:
             )
             text = "the first all-reduce of gradients came after the whole backward pass. "
             yield Finding(text + why, step.rank)
-        elif (late := step.layers_before_first() - step.layers_in_first()) > 0:
+        elif (late := step.layers_late()) > 0:
             yield Finding(
-                f"the first bucket holds the gradients of {step.layers_in_first()} layers, and its "
-                f"all-reduce was issued {late} layers later. Start it in the hook of its last "
-                "gradient, when that gradient is in it.",
+                "the first bucket's all-reduce was issued when backward had gone on for another "
+                f"{late} layers after its last gradient. Start it in the hook of that gradient, "
+                "when the gradient is in it.",
                 step.rank,
             )
 

@@ -32,7 +32,8 @@ PER_RANK, BATCH_SIZE, LR = 10, 4, 2.0  # an epoch's last batch: 2 samples (even 
 # The student's loop gets FACTOR times the mean squared error as its loss function: a small loss
 # and a large learning rate make a weight decay visible.
 FACTOR = 0.037
-HOT_FACTOR = 3.7e-6  # the same with one-hot inputs: losses so small that rounding them shows
+# The same with one-hot inputs: losses so small that rounding them shows.
+HOT_FACTOR, HOT_LR = 3.7e-6, 2e3
 EPOCHS, OUTPUTS = 3, 2
 
 
@@ -192,7 +193,7 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
         (NextSampler if hot and inputs["any epoch"] else DrawnSampler)(order, inputs["before"]),
         oracle.ordered(loss, answer),
         batch_size=BATCH_SIZE,
-        lr=LR,
+        lr=HOT_LR if hot else LR,
         device=context.device,
     )
     losses = run(num_epochs=len(order))
@@ -325,7 +326,7 @@ def _factor(case: Case) -> float:
             for place, row in enumerate(rows):
                 start = place // BATCH_SIZE * BATCH_SIZE
                 size = min(BATCH_SIZE, len(rows) - start)
-                step = LR * inputs["y"][row] / (size * case.world_size)
+                step = HOT_LR * inputs["y"][row] / (size * case.world_size)
                 if used[row]:
                     ratios.append(float((got[:, row] / step).mean()))
     plain = bool(ratios) and abs(float(np.median(ratios)) - 1.0) < 0.01
