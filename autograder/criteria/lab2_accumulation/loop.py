@@ -99,11 +99,12 @@ def draw_zero_grad(draw: Draw) -> list[Values]:
 def draw_clip(draw: Draw) -> list[Values]:
     """A group and a tail whose gradients are far above the limit; a group far below; and k = 1.
 
-    At last one step of an optimizer with two groups of parameters, one of which is frozen.
+    Then one step of an optimizer with two groups of parameters, one of which is frozen; and one
+    with a limit of 0.
     """
     k = int(draw.shared().integers(3, 5))
     runs = [{"k": k, "n": k + 2}, {"k": k, "n": k}, {"k": 1, "n": 2}]
-    runs += [{"k": k, "n": k, "groups": True, "frozen": [3]}]
+    runs += [{"k": k, "n": k, "groups": True, "frozen": [3]}, {"k": k, "n": k}]
     inputs = _draw(draw, runs, spread=2.0)
     for values in inputs:
         large, small, alone, grouped = (basis_of(values, run) for run in range(4))
@@ -116,6 +117,7 @@ def draw_clip(draw: Draw) -> list[Values]:
             3 * k * sum(norm(g) for g in small),
             0.3 * min(norm(g) for g in alone),
             0.3 * min(norm(_mean(grouped)), *(norm(g) / k for g in grouped)),
+            0.0,
         )
         values["runs"] = [
             run | {"max_norm": m} for run, m in zip(values["runs"], limits, strict=True)

@@ -286,6 +286,9 @@ def judge_clip(case: Case) -> Iterator[Finding]:
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
         limit = run["max_norm"]
+        if limit == 0:
+            size = max((norm(step.gradient) for step in steps), default=0.0)
+            return f"max_norm=0: the norm was {size:.4g}. 0 is a limit." * (size > 1e-3)
         if not any(present(step.weights) for step in steps):
             return "there was no optimizer step with a gradient."
         for step in steps:
