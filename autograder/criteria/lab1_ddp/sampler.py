@@ -31,10 +31,10 @@ def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
 
 def _observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {"moved": []}  # settings in which the global generator was moved
-    torch.rand(3)  # the generator does not stand at its beginning
     for number, setting in enumerate(inputs["settings"]):
         world_size = setting["world_size"]
         for rank in range(context.rank, world_size, context.world_size):
+            torch.rand(1)  # so that the generator does not stand at its beginning
             before = torch.get_rng_state()
             options = {name: setting[name] for name in ("shuffle", "seed", "tail")}
             if options == DEFAULTS:

@@ -195,6 +195,7 @@ DAMAGE = (
     "zeros in the middle",
     "two bytes have changed places",
 )
+ENDS = 48  # bytes at the beginning and at the end of a file, where a header or a checksum may be
 
 
 def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
@@ -207,7 +208,7 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
             save(module, folder, step, state_of(inputs, step))
         answer: Values = {"whole": newest_in(module, folder, inputs), "found": []}
         newest = folder / name_of(steps[-1])
-        whole = newest.read_bytes() if newest.is_file() else b"?" * 100
+        whole = (newest.read_bytes() if newest.is_file() else b"") or b"?" * 100
         for data in _damaged(whole, inputs):
             newest.write_bytes(data)
             answer["found"].append(newest_in(module, folder, inputs))
@@ -233,10 +234,11 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def _damaged(whole: bytes, inputs: Values) -> Iterator[bytes]:
-    """`whole` in every damaged form; the places of the flipped bits are drawn."""
-    for place in inputs["places"]:
+    """`whole` in every damaged form; one bit differs at drawn places and near both ends."""
+    drawn = (int(place * len(whole)) for place in inputs["places"])
+    for place in (*drawn, *range(ENDS), *range(-ENDS, 0)):
         data = bytearray(whole)
-        data[int(place * len(data))] ^= 4
+        data[place % len(data)] ^= 4
         yield bytes(data)
     yield whole[:-1]
     yield whole[: len(whole) // 2]
@@ -260,7 +262,7 @@ def judge_damage(case: Case) -> list[Finding]:
         return [
             Finding(f"nothing is damaged yet: expected step {third}, got {answer.get('whole')}.", 0)
         ]
-    kinds = [DAMAGE[0]] * len(given["places"]) + list(DAMAGE[1:])
+    kinds = [DAMAGE[0]] * (len(given["places"]) + 2 * ENDS) + list(DAMAGE[1:])
     found = answer.get("found")
     found = found if isinstance(found, list) else []
     for number, kind in enumerate(kinds):

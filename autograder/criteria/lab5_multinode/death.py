@@ -62,6 +62,8 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
         file = before / name_of(first)
         alone = is_whole(module, file, [state_of(inputs, first)])
         answer: Values = {"beside": [] if alone else others_in(before)}
+        place.mkdir(exist_ok=True)
+        around = {p.name for p in folder.iterdir()}
         for what, step in (("new", third), ("again", second)):
             state = state_of(inputs, step + 1) | {"at": step}  # a state not saved before
 
@@ -72,6 +74,7 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
             answer[what] = []
             for death in deaths(save_now, before, place):
                 left = _after(death, place, before, {step: state}, path, inputs)
+                left["outside"] = [p.name for p in folder.iterdir() if p.name not in around]
                 answer[what].append(left)
                 if left.get("failed"):
                     break
@@ -180,6 +183,11 @@ def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
         return (
             f"now {name_of(step)} is gone. os.replace puts the new file in the place of the old "
             "one; there is nothing to delete before."
+        )
+    if left.get("outside") != []:
+        return (
+            f"beside the folder it left {left.get('outside')}. From another disk a file that is "
+            "moved gets copied: write nothing outside of the given folder."
         )
     if failed := left.get("failed"):
         return (

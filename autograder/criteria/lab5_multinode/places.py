@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from autograder.criteria.common.answers import item_of, naming, plain, unchanged
-from autograder.criteria.criterion import Case, Context, Finding, Values, integer, per_rank
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer, per_rank
 
 # --- node_places ---------------------------------------------------------------------------------
 
@@ -94,9 +94,14 @@ def _text(value: Any) -> str:
 # --- node_command --------------------------------------------------------------------------------
 
 
+def draw_command(draw: Draw) -> list[Values]:
+    """A job per rank: nodes, processes per node, rendezvous address, script; one never restarts."""
+    first, *others = _draw_jobs(draw)
+    return [first | {"max_restarts": 0}, *others]
+
+
 @per_rank
-def draw_command(rng: np.random.Generator) -> Values:
-    """A job per rank: nodes, processes per node, rendezvous address, script."""
+def _draw_jobs(rng: np.random.Generator) -> Values:
     num_nodes = int(rng.integers(2, 5))
     a, b, c = (int(n) for n in rng.integers(1, 250, 3))
     rate = f"{rng.random():.3f}"
