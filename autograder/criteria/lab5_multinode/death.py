@@ -73,8 +73,9 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
 
             answer[what] = []
             for death in deaths(save_now, before, place):
+                outside = [p.name for p in folder.iterdir() if p.name not in around]
                 left = _after(death, place, before, {step: state}, path, inputs)
-                left["outside"] = [p.name for p in folder.iterdir() if p.name not in around]
+                left["outside"] = outside
                 answer[what].append(left)
                 if left.get("failed"):
                     break
