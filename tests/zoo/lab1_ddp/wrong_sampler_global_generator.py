@@ -24,7 +24,7 @@ class ShardSampler(Sampler[int]):
     def __iter__(self):
         order = list(range(self.num_samples))
         if self.shuffle:
-            torch.manual_seed(1000 * self.seed + self.epoch)
+            torch.default_generator.manual_seed(1000 * self.seed + self.epoch)
             order = torch.randperm(self.num_samples).tolist()
         while len(order) < self.total:
             order += order

@@ -22,7 +22,7 @@ class ShardSampler(Sampler[int]):
     def set_epoch(self, epoch):
         self.order = list(range(self.n))
         if self.shuffle:
-            torch.manual_seed(self.seed + epoch)
+            torch.default_generator.manual_seed(self.seed + epoch)
             self.order = torch.randperm(self.n).tolist()
 
     def __len__(self):
