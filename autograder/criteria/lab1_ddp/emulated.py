@@ -351,9 +351,9 @@ def judge_overlap(case: Case) -> Iterator[Finding]:
             yield Finding(text + why, step.rank)
         elif (late := step.layers_late()) > 0:
             yield Finding(
-                "the first bucket's all-reduce was issued when backward had gone on for another "
-                f"{late} layers after its last gradient. Start it in the hook of that gradient, "
-                "when the gradient is in it.",
+                "the first bucket's all-reduce was issued too late: "
+                f"{late} of the layers had gone backward since its last gradient. Start it in the "
+                "hook of that gradient, when the gradient is in it.",
                 step.rank,
             )
 
